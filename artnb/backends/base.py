@@ -1,0 +1,121 @@
+"""What a backend is: four verbs and three housekeeping ones; nothing above knows which it has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from artnb.config import SamplingConfig, TrainConfig
+from artnb.types import Sample
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """One prompt to continue."""
+
+    prompt_ids: tuple[int, ...]
+    sampling: SamplingConfig
+    stop_ids: tuple[int, ...] = ()
+    """Token ids that end the completion; the sampled stop token is kept."""
+    top_logprobs: int = 0
+    """How many alternatives to report beside each sampled token."""
+    request_id: str = ""
+
+
+@dataclass(frozen=True)
+class SampleResult:
+    """What the engine sampled for a request."""
+
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log-probabilities of the sampled ids under the processed distribution."""
+    finish_reason: str
+    """``stop`` (a stop token or stop string) or ``length``."""
+    policy_version: int
+    top_logprobs: tuple[tuple[tuple[int, float], ...], ...] = ()
+    """For each sampled token up to ``top_logprobs`` pairs (token id, logprob)."""
+    queued: float = 0.0
+    """Seconds between submission and the first prefill."""
+    seconds: float = 0.0
+    """Seconds between submission and the last token."""
+
+
+@dataclass(frozen=True)
+class Publication:
+    """Proof that the engine serves a policy version."""
+
+    policy_version: int
+    seconds: float
+    probe_mean: float
+    """Mean |logprob(engine) - logprob(trainer)| on a fixed prompt."""
+    probe_max: float
+    tolerance: float
+    rounding_lost: float
+    """Share of the adapter's update (L2 norm) that rounding to the engine's dtype lost."""
+    changed: bool
+    """False when the published weights equal the previous ones bit for bit."""
+
+
+@dataclass
+class StepStats:
+    """Sums and maxima that a backend measured in forward_backward, by name."""
+
+    values: dict[str, float] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Backend(Protocol):
+    """A place where a policy is sampled from and trained.
+
+    All coroutines may be awaited from the notebook's event loop; slow work runs in the backend's
+    own threads. Cancelling ``sample`` frees its slot at once.
+    """
+
+    tokenizer: Any
+    """A transformers tokenizer with a chat template."""
+    base_model: str
+    max_context: int
+    """Longest prompt plus completion, in tokens."""
+
+    @property
+    def policy_version(self) -> int:
+        """Version that ``sample`` serves: the number of finished training steps."""
+        ...
+
+    async def sample(self, request: SampleRequest, *, policy: str = "current") -> SampleResult:
+        """Continue one prompt. ``policy``: ``current``, ``base``, or a checkpoint name such as
+        ``step_000012``. Raises PromptTooLong, NonFiniteLogits."""
+        ...
+
+    async def forward_backward(
+        self, samples: Sequence[Sample], config: TrainConfig, *, loss_denominator: float
+    ) -> dict[str, float]:
+        """Accumulate the gradient of the objective on these rows; returns its statistics."""
+        ...
+
+    async def optim_step(self, config: TrainConfig) -> dict[str, float]:
+        """Apply the accumulated gradient once and clear it; returns grad_norm."""
+        ...
+
+    async def publish_weights(self, policy_version: int) -> Publication:
+        """Make the engine serve the trained weights under this version, and prove it."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """Write adapter, optimizer and RNG state as safetensors and JSON into an existing folder."""
+        ...
+
+    async def load(self, folder: Path, *, policy_version: int) -> None:
+        """Restore what ``save`` wrote and serve it. Raises CheckpointError."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What must match for a run to be continued: base model, tokenizer, adapter shape; and
+        facts worth recording: dtype, device, engine."""
+        ...
+
+    async def close(self) -> None:
+        """Stop threads and free memory. Idempotent."""
+        ...
