@@ -80,7 +80,7 @@ class TrainConfig:
     learning_rate: float = 5e-5
     loss: LossName = "cispo"
     """cispo (MiniMax-M1, arXiv 2506.13585), ppo (arXiv 1707.06347), gspo (arXiv 2507.18071),
-    reinforce (plain importance sampling), dppo (mask on the change of probability)."""
+    reinforce (no correction for the sampling policy), dppo (mask on the change of probability)."""
     advantage: AdvantageName = "mean"
     """mean: reward minus group mean; grpo: also divided by the group's standard deviation
     (arXiv 2402.03300); rloo: minus the mean of the others (arXiv 2402.14740)."""
@@ -90,7 +90,7 @@ class TrainConfig:
     arXiv 2503.20783)."""
     constant_tokens: int = 256
     ratio_cap: float = 5.0
-    """Upper bound of the ratio in cispo and reinforce."""
+    """Upper bound of the ratio in cispo."""
     clip_low: float = 0.2
     clip_high: float = 0.28
     dppo_threshold: float = 0.2
@@ -133,5 +133,7 @@ class TrainConfig:
     def replace(self, **changes: Any) -> TrainConfig:
         known = {f.name for f in dataclasses.fields(self)}
         unknown = sorted(set(changes) - known)
-        _check(not unknown, f"unknown training option {', '.join(unknown)}; known: {', '.join(sorted(known))}")
+        _check(
+            not unknown, f"unknown training option {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+        )
         return dataclasses.replace(self, **changes)

@@ -1,20 +1,20 @@
 """What can go wrong, as one tree of exceptions.
 
-    ArtnbError
-    ├── MissingDependency      a package is not installed; the message names the extra
-    ├── ConfigurationError     a parameter cannot work; raised before anything slow starts
-    ├── RequestError           a sampling request the engine refuses
-    │   ├── PromptTooLong      more tokens than the engine's context holds
-    │   └── NonFiniteLogits    the model produced NaN or infinity for this request
-    ├── RunInUse               another live process writes this run
-    ├── RunMismatch            the run on disk belongs to another model, tokenizer or adapter
-    ├── CheckpointError        a checkpoint is missing, incomplete or does not fit
-    ├── StalePolicy            trajectories sampled under another policy version
-    ├── NothingToTrain         no group left to learn from (only with strict=True)
-    ├── PublicationError       engine and trainer disagree after publishing weights
-    └── Stopped                a primitive ended early; finished work is on .partial
-        ├── TooManyFailures    more rollouts failed than max_failures allows
-        └── Interrupted        the user pressed ■
+ArtnbError
+├── MissingDependency      a package is not installed; the message names the extra
+├── ConfigurationError     a parameter cannot work; raised before anything slow starts
+├── RequestError           a sampling request the engine refuses
+│   ├── PromptTooLong      more tokens than the engine's context holds
+│   └── NonFiniteLogits    the model produced NaN or infinity for this request
+├── RunInUse               another live process writes this run
+├── RunMismatch            the run on disk belongs to another model, tokenizer or adapter
+├── CheckpointError        a checkpoint is missing, incomplete or does not fit
+├── StalePolicy            trajectories sampled under another policy version
+├── NothingToTrain         no group left to learn from (only with strict=True)
+├── PublicationError       engine and trainer disagree after publishing weights
+└── Stopped                a primitive ended early; finished work is on .partial
+    ├── TooManyFailures    more rollouts failed than max_failures allows
+    └── Interrupted        the user pressed ■
 """
 
 from __future__ import annotations

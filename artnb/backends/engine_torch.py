@@ -1,0 +1,428 @@
+"""How does a kernel without vLLM sample? Continuous batching over transformers' own modules.
+
+One thread owns the model copy that samples. Between decode steps requests join and leave; prompts
+that share a prefix compute it once; a finished turn's keys and values wait for the next turn.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import queue
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from artnb.backends import sampler
+from artnb.backends.attention import NAME, AttentionPlan
+from artnb.backends.base import SampleRequest, SampleResult
+from artnb.backends.kv_cache import BatchPlan, Block, BlockPlan, KVCache, Slot
+from artnb.backends.prefixes import shared_prefixes
+from artnb.errors import NonFiniteLogits, PromptTooLong, RequestError
+
+log = logging.getLogger(__name__)
+Weights = Mapping[str, torch.Tensor]
+
+
+class PackedLinear(torch.nn.Module):
+    """A linear layer whose weight is kept in oneDNN's own order where the CPU has oneDNN."""
+
+    def __init__(self, source: torch.nn.Linear) -> None:
+        super().__init__()
+        self.bias = source.bias
+        self.packs = source.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self.weight: torch.Tensor
+        self.load(source.weight)
+
+    def load(self, weight: torch.Tensor) -> None:
+        weight = weight.detach()
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64) if self.packs else weight
+
+    def plain(self) -> torch.Tensor:
+        """The weight in ordinary row-major order."""
+        return self.weight.to_dense() if self.packs else self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.packs:
+            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+@dataclass
+class _Running:
+    request: SampleRequest
+    future: Future[SampleResult]
+    submitted: float
+    policy: str
+    random: random.Random
+    slot: Slot | None = None
+    pending: list[int] = field(default_factory=list)
+    """Tokens that the model has to read before it can sample the next one."""
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    started: float = 0.0
+
+
+class TorchEngine:
+    """Samples from one set of merged weights at a time.
+
+    model: a causal language model loaded with ``attn_implementation="artnb"``. Its parameters are
+    shared; only linear layers get packed copies. provider: returns the linear weights of a policy
+    by layer name and the policy's version; called on the engine thread when requests ask for
+    another policy than the one served.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        provider: Callable[[str], tuple[Weights, int]],
+        *,
+        max_running: int = 128,
+        prefill_tokens: int = 2048,
+        kv_bytes: int = 3 << 30,
+        seed: int = 0,
+    ) -> None:
+        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
+        self.model = copy.deepcopy(model, shared).eval()
+        self.linears = _pack_linears(self.model)
+        config = self.model.config.get_text_config()
+        assert config._attn_implementation == NAME
+        self.max_context = int(config.max_position_embeddings)
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.cache = KVCache(
+            config.num_hidden_layers,
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+            head_dim,
+            self.model.dtype,
+            slots=max_running,
+            budget_bytes=kv_bytes,
+        )
+        self.max_context = min(self.max_context, self.cache.max_tokens)
+        self.tokenizer = tokenizer
+        self.provider = provider
+        self.prefill_tokens = prefill_tokens
+        self.served, self.version = "current", 0
+        self.random = random.Random(seed)
+        self.counters = {"prompt_tokens": 0, "computed_prompt_tokens": 0, "sampled_tokens": 0, "steps": 0}
+        self._waiting: deque[_Running] = deque()
+        self._running: list[_Running] = []
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._recent: deque[tuple[int, ...]] = deque(maxlen=64)
+        self._closed = False
+        self._thread = threading.Thread(target=self._loop, name="artnb-engine", daemon=True)
+        self._thread.start()
+
+    # ---- called from any thread -------------------------------------------------------------
+
+    def submit(self, request: SampleRequest, *, policy: str = "current") -> Future[SampleResult]:
+        """Queue a request. Cancelling the future frees its slot before the next decode step."""
+        future: Future[SampleResult] = Future()
+        prompt = len(request.prompt_ids)
+        if prompt == 0:
+            raise RequestError("the prompt is empty: there is nothing to continue")
+        if prompt + request.sampling.max_tokens > self.max_context:
+            raise PromptTooLong(
+                f"the prompt has {prompt} tokens and {request.sampling.max_tokens} more are asked for, "
+                f"but this engine's context holds {self.max_context}"
+            )
+        seed = request.sampling.seed
+        source = random.Random(seed) if seed is not None else self.random
+        running = _Running(request, future, time.time(), policy, source, pending=list(request.prompt_ids))
+        self._post(lambda: self._waiting.append(running))
+        return future
+
+    def call(self, function: Callable[[], Any]) -> Future[Any]:
+        """Run a function on the engine thread once no request is running, before any waiting one."""
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._post(lambda: self._commands.append(run))
+        return future
+
+    def close(self) -> None:
+        """End the thread; waiting and running requests fail. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            self._inbox.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def _post(self, message: Callable[[], None]) -> None:
+        if self._closed:
+            raise RequestError("the engine is closed; run the cell that makes the Model again")
+        self._inbox.put(message)
+
+    # ---- on the engine thread ---------------------------------------------------------------
+
+    def load(self, weights: Weights, policy: str, version: int) -> bool:
+        """Serve these linear weights; drops every cached key. True when any of them changed."""
+        changed = False
+        for name, weight in weights.items():
+            changed |= not torch.equal(self.linears[name].plain(), weight)
+            self.linears[name].load(weight)
+        self.cache.clear()
+        self._recent.clear()
+        self.served, self.version = policy, version
+        return changed
+
+    def score(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logprobs (T - 1,) of each token after the first under the served weights, temperature 1."""
+        block = Block(tuple(ids))
+        with torch.inference_mode():
+            hidden = self._forward(list(ids), torch.arange(len(ids)), BlockPlan(block, 0))
+            logprobs = self.model.get_output_embeddings()(hidden[:-1]).float().log_softmax(-1)
+            return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+
+    def _loop(self) -> None:
+        self._commands: deque[Callable[[], None]] = deque()
+        while True:
+            idle = not (self._running or self._waiting or self._commands)
+            if not self._receive(block=idle):
+                break
+            try:
+                with torch.inference_mode():
+                    self._step()
+            except Exception as error:
+                log.exception("the engine failed a step; its %d running requests fail", len(self._running))
+                for running in self._running:
+                    self._fail(running, RequestError(f"the engine failed: {error}"), error)
+                self._running.clear()
+        for running in (*self._running, *self._waiting):
+            running.future.cancel()
+
+    def _receive(self, *, block: bool) -> bool:
+        """Take in new messages; False when the engine was closed."""
+        while True:
+            try:
+                message = self._inbox.get(block=block)
+            except queue.Empty:
+                return True
+            if message is None:
+                return False
+            message()
+            block = False
+
+    def _step(self) -> None:
+        for gone in [r for r in self._running if r.future.cancelled()]:
+            self._end(gone)
+        if self._commands and not self._running:
+            self._commands.popleft()()
+            return
+        if not self._commands:
+            self._admit()
+        if not self._running:
+            return
+        batch, budget = [], self.prefill_tokens
+        for running in sorted(self._running, key=lambda r: len(r.pending)):
+            tokens = running.pending[: max(1, budget)]
+            budget -= len(tokens)
+            batch.append((running, tokens))
+            if budget <= 0:
+                break
+        self._make_room(max(len(r.slot.tokens) + len(t) for r, t in batch if r.slot))
+        for running, tokens in batch:
+            assert running.slot is not None
+            running.slot.tokens += tokens
+            del running.pending[: len(tokens)]
+        plan = BatchPlan(self.cache, [(r.slot, len(t)) for r, t in batch if r.slot])
+        hidden = self._forward([t for _, tokens in batch for t in tokens], plan.positions_N, plan)
+        ends = torch.tensor([len(t) for _, t in batch]).cumsum(0) - 1
+        ready = [i for i, (r, _) in enumerate(batch) if not r.pending]
+        self.counters["steps"] += 1
+        if ready:
+            self._sample([batch[i][0] for i in ready], hidden[ends[ready]])
+
+    def _forward(self, ids: list[int], positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+        decoder = self.model.get_decoder()
+        output = decoder(
+            input_ids=torch.tensor([ids]), position_ids=positions[None], use_cache=False, plan=plan
+        )
+        return output.last_hidden_state[0]
+
+    # ---- admission --------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
+        if not self._waiting:
+            return
+        if not self._running and all(r.policy != self.served for r in self._waiting):
+            policy = self._waiting[0].policy
+            try:
+                weights, version = self.provider(policy)
+                self.load(weights, policy, version)
+            except Exception as error:
+                for running in [r for r in self._waiting if r.policy == policy]:
+                    self._waiting.remove(running)
+                    self._fail(running, RequestError(f"policy {policy!r} cannot be served: {error}"), error)
+                return
+        free = len(self.cache.slots) - len(self._running)
+        candidates = [r for r in self._waiting if r.policy == self.served][:free]
+        if not candidates:
+            return
+        self._share_prefixes(candidates)
+        idle = self.cache.idle_by_sequence()
+        lengths = sorted({len(tokens) for tokens in idle}, reverse=True)
+        now = time.time()
+        for running in candidates:
+            prompt = running.request.prompt_ids
+            running.slot = self._reuse(prompt, idle, lengths) or self.cache.take(
+                self.cache.find_block(prompt)
+            )
+            running.pending = list(prompt[running.slot.length :])
+            running.started = now
+            self._recent.append(prompt)
+            self.counters["prompt_tokens"] += len(prompt)
+            self.counters["computed_prompt_tokens"] += len(running.pending)
+        taken = {id(r) for r in candidates}
+        self._waiting = deque(r for r in self._waiting if id(r) not in taken)
+        self._running += candidates
+        self.cache.compact()
+
+    def _reuse(
+        self, prompt: tuple[int, ...], idle: dict[tuple[int, ...], Slot], lengths: list[int]
+    ) -> Slot | None:
+        """An idle slot whose whole sequence the prompt continues: the next turn of a conversation."""
+        for length in lengths:
+            slot = idle.get(prompt[:length]) if length < len(prompt) else None
+            if slot is not None and not slot.busy and slot.length == length:
+                return self.cache.take(slot.block, reuse=slot)
+        return None
+
+    def _share_prefixes(self, candidates: list[_Running]) -> None:
+        idle = self.cache.idle_by_sequence()
+        lengths = {len(tokens) for tokens in idle}
+        fresh = [
+            r.request.prompt_ids
+            for r in candidates
+            if not any(r.request.prompt_ids[:n] in idle for n in lengths if n < len(r.request.prompt_ids))
+        ]
+        if not fresh:
+            return
+        # prompts seen a moment ago tell that a lone newcomer belongs to a crowd
+        prompts = fresh + [p for p in self._recent if p not in fresh] if len(fresh) < 8 else fresh
+        blocks = [self.cache.find_block(p) for p in prompts]
+        known = [len(b.tokens) if b else 0 for b in blocks]
+        for tokens in shared_prefixes(prompts, known):
+            parent = self.cache.find_block((*tokens, -1))
+            if parent is None or len(parent.tokens) < len(tokens):
+                self._compute_block(tokens, parent)
+
+    def _compute_block(self, tokens: tuple[int, ...], parent: Block | None) -> None:
+        block = Block(tokens)
+        done = 0
+        if parent:
+            block.keys, block.values = list(parent.keys), list(parent.values)
+            done = len(parent.tokens)
+        while done < len(tokens):
+            part = list(tokens[done : done + self.prefill_tokens])
+            self._forward(part, torch.arange(done, done + len(part)), BlockPlan(block, done))
+            done += len(part)
+            self.counters["computed_prompt_tokens"] += len(part)
+        self.cache.add_block(block)
+
+    def _make_room(self, tokens: int) -> None:
+        if tokens <= self.cache.capacity:
+            return
+        capacity = self.cache.capacity
+        while capacity < tokens:
+            capacity *= 2
+        capacity = min(capacity, max(tokens, self.cache.max_tokens))
+        while self.cache.slots_at(capacity) < len(self._running):
+            # longer sequences leave fewer slots: the newest ones start again later
+            last = max(self._running, key=lambda r: r.started)
+            self._running.remove(last)
+            assert last.slot is not None
+            self.cache.release(last.slot, forget=True)
+            last.slot, last.pending = None, [*last.request.prompt_ids, *last.ids]
+            self._waiting.appendleft(last)
+        self.cache.resize(capacity)
+
+    # ---- sampling ---------------------------------------------------------------------------
+
+    def _sample(self, ready: list[_Running], hidden: torch.Tensor) -> None:
+        logits = self.model.get_output_embeddings()(hidden).float()
+        finite = torch.isfinite(logits).all(-1).tolist()
+        for running, good in zip(list(ready), finite, strict=True):
+            if not good:
+                name = running.request.request_id or "(unnamed)"
+                self._fail(running, NonFiniteLogits(f"request {name}: the model produced NaN or inf logits"))
+                self._end(running)
+        if not all(finite):
+            logits = logits[torch.tensor(finite)]
+            ready = [r for r, good in zip(ready, finite, strict=True) if good]
+            if not ready:
+                return
+        samplings = [r.request.sampling for r in ready]
+        ids, chosen, logprobs = sampler.draw(logits, samplings, [r.random.random() for r in ready])
+        self.counters["sampled_tokens"] += len(ids)
+        for row, (running, token, logprob) in enumerate(zip(ready, ids, chosen, strict=True)):
+            running.ids.append(token)
+            running.logprobs.append(logprob)
+            if count := running.request.top_logprobs:
+                best = logprobs[row].topk(count)
+                running.top.append(tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+            reason = self._finish_reason(running)
+            if reason is None:
+                running.pending.append(token)
+            else:
+                self._finish(running, reason)
+
+    def _finish_reason(self, running: _Running) -> str | None:
+        request, ids = running.request, running.ids
+        if ids[-1] in request.stop_ids:
+            return "stop"
+        stops = request.sampling.stop
+        if stops:
+            # one token may carry the end of a stop string and more text after it
+            tail = self.tokenizer.decode(ids[-(max(map(len, stops)) + 4) :])
+            if any(stop in tail for stop in stops):
+                return "stop"
+        return "length" if len(ids) >= request.sampling.max_tokens else None
+
+    def _finish(self, running: _Running, reason: str) -> None:
+        result = SampleResult(
+            completion_ids=tuple(running.ids),
+            logprobs=tuple(running.logprobs),
+            finish_reason=reason,
+            policy_version=self.version,
+            top_logprobs=tuple(running.top),
+            queued=running.started - running.submitted,
+            seconds=time.time() - running.submitted,
+        )
+        self._end(running)
+        if running.future.set_running_or_notify_cancel():
+            running.future.set_result(result)
+
+    def _fail(self, running: _Running, error: Exception, cause: Exception | None = None) -> None:
+        error.__cause__ = cause
+        if running.future.set_running_or_notify_cancel():
+            running.future.set_exception(error)
+
+    def _end(self, running: _Running) -> None:
+        self._running.remove(running)
+        assert running.slot is not None
+        self.cache.release(running.slot, forget=False)
+
+
+def _pack_linears(model: torch.nn.Module) -> dict[str, PackedLinear]:
+    packed: dict[str, PackedLinear] = {}
+    for name, module in list(model.named_modules()):
+        if isinstance(module, torch.nn.Linear):
+            packed[name] = PackedLinear(module)
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, packed[name])
+    return packed

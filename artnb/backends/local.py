@@ -1,0 +1,278 @@
+"""Who holds the model in this kernel, and in which thread does what run?
+
+The event loop only waits. The engine's own thread samples, one trainer thread trains; weights go
+from one to the other between requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import hashlib
+import json
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from artnb.backends import attention
+from artnb.backends.base import Publication, SampleRequest, SampleResult
+from artnb.backends.engine_torch import TorchEngine, Weights
+from artnb.backends.trainer_peft import PeftTrainer, read_json
+from artnb.config import LoraConfig, TrainConfig
+from artnb.errors import CheckpointError, ConfigurationError, PublicationError, require
+from artnb.loss import summarize
+from artnb.types import Sample
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_PROBE = (
+    "The quick brown fox jumps over the lazy dog. 3 + 4 = 7. <call>apple</call> "
+    "left, right, up, down: a short probe on which engine and trainer must agree."
+)
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
+"""Largest mean |logprob(engine) - logprob(trainer)| on the probe that counts as agreement."""
+
+
+class LocalBackend:
+    """One base model, a LoRA adapter, a trainer and an engine in this process.
+
+    base: a Hugging Face id or a folder that transformers loads. dtype: ``bfloat16`` or ``float32``;
+    None takes bf16 where this machine multiplies it natively. checkpoint: finds the folder of a
+    checkpoint name, for ``sample(policy="step_000012")``.
+    """
+
+    def __init__(
+        self,
+        base: str | Path,
+        lora: LoraConfig,
+        *,
+        base_name: str | None = None,
+        dtype: str | None = None,
+        engine_kwargs: Mapping[str, Any] | None = None,
+        checkpoint: Callable[[str], Path] | None = None,
+        seed: int = 0,
+    ) -> None:
+        transformers = require("transformers", extra="cpu", why="to run a model in this kernel")
+        require("peft", extra="cpu", why="to train an adapter")
+        attention.register()
+        _tune_malloc()
+        self.base_model = base_name or str(base)
+        self.lora = lora
+        self.dtype = _dtype(dtype)
+        self.checkpoint = checkpoint
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+        config = transformers.AutoConfig.from_pretrained(base)
+        attention.check_supported(config)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            base, dtype=self.dtype, attn_implementation=attention.NAME
+        )
+        model.requires_grad_(False)
+        try:
+            self.engine = TorchEngine(
+                model, self.tokenizer, self._policy, seed=seed, **dict(engine_kwargs or {})
+            )
+        except TypeError as error:
+            raise ConfigurationError(f"engine_kwargs: {error}") from error
+        self.trainer = PeftTrainer(model, lora)
+        self.max_context = self.engine.max_context
+        self._version = 0
+        self._published = self._factors()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="artnb-trainer")
+        self._closed = False
+        probe = self.tokenizer(_PROBE, add_special_tokens=False).input_ids
+        self._probe: list[int] = list(probe)[:64]
+
+    @property
+    def policy_version(self) -> int:
+        return self._version
+
+    # ---- sampling -----------------------------------------------------------------------------
+
+    async def sample(self, request: SampleRequest, *, policy: str = "current") -> SampleResult:
+        if policy not in ("current", "base"):
+            self._checkpoint_folder(policy)
+        return await asyncio.wrap_future(self.engine.submit(request, policy=policy))
+
+    def _checkpoint_folder(self, name: str) -> Path:
+        folder = self.checkpoint(name) if self.checkpoint else None
+        if folder is None or not folder.is_dir():
+            raise CheckpointError(f"there is no checkpoint {name!r} to sample from")
+        return folder
+
+    def _policy(self, name: str) -> tuple[Weights, int]:
+        """Linear weights and version of a policy; runs on the engine thread."""
+        layers = self.trainer.layers
+        if name == "base":
+            return self.trainer.base_weights(), -1
+        if name == "current":
+            # not layer.merged: an update may be under way that is not published yet
+            merged = {x.name: x.merged_with(*self._published[x.name]) for x in layers}
+            return merged, self._version
+        folder = self._checkpoint_folder(name)
+        return self.trainer.weights_of(folder), int(read_json(folder / "backend.json")["policy_version"])
+
+    def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        return {x.name: (x.a.detach().clone(), x.b.detach().clone()) for x in self.trainer.layers}
+
+    # ---- training -----------------------------------------------------------------------------
+
+    async def forward_backward(
+        self, samples: Sequence[Sample], config: TrainConfig, *, loss_denominator: float
+    ) -> dict[str, float]:
+        cancelled = threading.Event()
+        work = partial(
+            self.trainer.forward_backward,
+            samples,
+            config,
+            denominator=loss_denominator,
+            cancelled=cancelled,
+        )
+        try:
+            statistics, sizes = await self._in_trainer(work)
+        except asyncio.CancelledError:
+            cancelled.set()  # the thread stops at the next micro-batch
+            raise
+        return {**summarize(statistics, config), **sizes}
+
+    async def optim_step(self, config: TrainConfig) -> dict[str, float]:
+        return await self._in_trainer(partial(self.trainer.optim_step, config))
+
+    async def snapshot(self) -> Any:
+        """The trainer's state before a step, in memory; see ``restore``."""
+        return await self._in_trainer(self.trainer.snapshot)
+
+    async def restore(self, snapshot: Any) -> None:
+        """Undo everything since ``snapshot``; what the engine serves is brought in line too."""
+        await self._in_trainer(partial(self.trainer.restore, snapshot))
+        await self._engine_call(partial(self._serve_trained, self._version))
+
+    async def publish_weights(self, policy_version: int) -> Publication:
+        started = time.perf_counter()
+        changed = await self._engine_call(partial(self._serve_trained, policy_version))
+        engine = await self._engine_call(partial(self.engine.score, self._probe))
+        trainer = await self._in_trainer(partial(self.trainer.score, self._probe))
+        gap = (engine.float() - trainer.float()).abs()
+        tolerance = _TOLERANCE[self.dtype]
+        if not gap.mean() <= tolerance:
+            raise PublicationError(
+                f"after publishing version {policy_version}, engine and trainer differ by "
+                f"{gap.mean():.3f} in mean logprob on the probe (tolerance {tolerance})"
+            )
+        self._version = policy_version
+        self._published = self._factors()
+        return Publication(
+            policy_version=policy_version,
+            seconds=time.perf_counter() - started,
+            probe_mean=float(gap.mean()),
+            probe_max=float(gap.max()),
+            tolerance=tolerance,
+            rounding_lost=self.trainer.rounding_lost,
+            changed=changed,
+        )
+
+    def _serve_trained(self, version: int) -> bool:
+        """Load the trainer's effective weights into the engine and compare them bit by bit."""
+        weights = self.trainer.merged_weights()
+        changed = self.engine.load(weights, "current", version)
+        wrong = [n for n, w in weights.items() if not torch.equal(self.engine.linears[n].plain(), w)]
+        if wrong:
+            raise PublicationError(f"the engine does not hold what was published: {', '.join(wrong[:3])}")
+        return changed
+
+    async def _in_trainer(self, work: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._worker.submit(work))
+
+    async def _engine_call(self, work: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self.engine.call(work))
+
+    # ---- saving -------------------------------------------------------------------------------
+
+    async def save(self, folder: Path) -> None:
+        await self._in_trainer(partial(self.trainer.save, folder))
+        version, internal, gauss = self.engine.random.getstate()
+        record = {"policy_version": self._version, "engine_random": [version, list(internal), gauss]}
+        (folder / "backend.json").write_text(json.dumps(record))
+
+    async def load(self, folder: Path, *, policy_version: int) -> None:
+        record = read_json(folder / "backend.json")
+        await self._in_trainer(partial(self.trainer.load, folder))
+        version, internal, gauss = record["engine_random"]
+        self.engine.random.setstate((version, tuple(internal), gauss))
+        await self.publish_weights(policy_version)
+
+    async def load_adapter(self, folder: Path) -> None:
+        """Start from another run's adapter, with a fresh optimizer, as this run's version 0."""
+        await self._in_trainer(partial(self.trainer.load, folder, optimizer=False))
+        await self.publish_weights(0)
+
+    def describe(self) -> dict[str, Any]:
+        vocabulary = sorted(self.tokenizer.get_vocab().items())
+        template = self.tokenizer.chat_template or ""
+        digest = hashlib.sha256(repr((vocabulary, template)).encode()).hexdigest()[:16]
+        targets = self.lora.targets
+        return {
+            "identity": {
+                "base_model": self.base_model,
+                "tokenizer": digest,
+                "adapter": {
+                    "rank": self.lora.rank,
+                    "alpha": self.lora.alpha,
+                    "targets": targets if isinstance(targets, str) else list(targets),
+                },
+            },
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": "cpu",
+            "engine": "torch",
+            "threads": torch.get_num_threads(),
+            "trainable_parameters": sum(p.numel() for p in self.trainer.parameters.values()),
+            "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
+        }
+
+    async def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        await asyncio.to_thread(self.engine.close)
+        self._worker.shutdown(wait=True)
+        del self.engine.model, self.engine.linears, self.engine.cache, self.trainer
+        self._published = {}
+
+
+def _dtype(name: str | None) -> torch.dtype:
+    known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+    if name is None:
+        return torch.bfloat16 if multiplies_bfloat16() else torch.float32
+    if name not in known:
+        raise ConfigurationError(f"dtype must be one of {', '.join(known)} or None, got {name!r}")
+    return known[name]
+
+
+def multiplies_bfloat16() -> bool:
+    """True where this CPU has bf16 products; elsewhere they are emulated, many times slower than fp32."""
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+
+
+def _tune_malloc() -> None:
+    """Keep freed memory in the process: giving large tensors back to the system after every use
+    costs more than the arithmetic on them. Affects glibc only."""
+    if not sys.platform.startswith("linux"):
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):  # another C library, which has its own ways
+        log.debug("mallopt is not available here")
+        return
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    mallopt(mmap_threshold, 1 << 30)
+    mallopt(trim_threshold, (1 << 31) - 1)
+    mallopt(top_pad, 64 << 20)

@@ -1,0 +1,217 @@
+"""Which tokens a step trains on: trajectories become rows by exact prefix extension.
+
+Tokens are taken from the turns as the engine saw and sampled them; nothing is rendered again. How
+rows become arrays is in ``packing``.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from artnb.advantage import Dropped, advantages, blend, credit_baseline
+from artnb.config import TrainConfig
+from artnb.packing import PackedBatch, Segment, pack
+from artnb.types import Sample, Trajectory, TrajectoryGroup, Turn
+
+__all__ = [
+    "PackedBatch",
+    "Rows",
+    "Segment",
+    "loss_denominator",
+    "minibatches",
+    "pack",
+    "to_samples",
+]
+
+# Reasons that count turns: their tokens stay context where a later turn continues them.
+GREEDY = "turn sampled greedily (temperature 0)"
+NO_PROMPT = "turn without a prompt token"
+LOGPROB_NOT_FINITE = "turn with a logprob that is not finite"
+# A reason that counts trajectories: all text by hand, or all turns left out for the reasons above.
+NO_TURN = "trajectory without a turn to train on"
+# A reason that counts rows.
+NOT_DRAWN = "not drawn (max_samples)"
+
+
+NOTES = ("trajectories", "trajectories_split", "turns", "turns_truncated_support", "turns_cut_by_length")
+
+
+class Rows(NamedTuple):
+    """What a step trains on, what it leaves out, and what is worth knowing about it."""
+
+    samples: list[Sample]
+    dropped: Dropped
+    """Reason -> count, the reasons of ``advantage`` and of this file together."""
+    notes: dict[str, int]
+    """``trajectories``: how many have rows, before max_samples; ``trajectories_split``: more than
+    one row each; ``turns``: how many carry a loss; ``turns_truncated_support``: sampled with top_p,
+    top_k or min_p, which biases the ratio; ``turns_cut_by_length``: stopped by max_tokens."""
+
+
+@dataclass
+class _Row:
+    """A row that later turns of its trajectory may extend."""
+
+    trajectory: tuple[int, str]
+    """Group index and trajectory id."""
+    temperature: float
+    ids: tuple[int, ...] = ()
+    is_sampled: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+
+    def continues_in(self, turn: Turn) -> bool:
+        return turn.prompt_ids[: len(self.ids)] == self.ids
+
+    def append(self, turn: Turn, advantage: float) -> None:
+        context = len(turn.prompt_ids) - len(self.ids)
+        sampled = len(turn.completion_ids)
+        self.ids = turn.ids
+        self.is_sampled += [False] * context + [True] * sampled
+        self.logprobs += [0.0] * context + list(turn.logprobs)
+        self.advantages += [0.0] * context + [advantage] * sampled
+
+    def to_sample(self, weight: float) -> Sample:
+        group, trajectory_id = self.trajectory
+        return Sample(
+            ids_T=self.ids,
+            is_sampled_T=tuple(self.is_sampled),
+            logprobs_T=tuple(self.logprobs),
+            advantages_T=tuple(self.advantages),
+            weights_T=tuple([weight if sampled else 0.0 for sampled in self.is_sampled]),
+            trajectory_id=trajectory_id,
+            group=group,
+            temperature=self.temperature,
+        )
+
+
+def to_samples(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, step: int = 0) -> Rows:
+    """Turn scored groups into the rows that one step trains on.
+
+    A turn extends the longest row of its trajectory whose tokens begin its prompt, else it opens a
+    new row; each sampled token carries loss once. ``step`` and ``config.seed`` decide which rows
+    ``config.max_samples`` keeps.
+    """
+    by_group, reasons = advantages(groups, config)
+    dropped, notes = Counter(reasons), Counter(dict.fromkeys(NOTES, 0))
+    rows: list[_Row] = []
+    for index, (group, group_advantages) in enumerate(zip(groups, by_group, strict=True)):
+        baseline = credit_baseline(group) if config.credit_weight > 0 else 0.0
+        for trajectory in group:
+            if trajectory.id not in group_advantages:
+                continue
+            turns = _trainable(trajectory, dropped)
+            _note(turns, notes)
+            advantage = group_advantages[trajectory.id]
+            turn_advantages = [blend(advantage, t.credit, baseline, config.credit_weight) for t in turns]
+            own = _rows(turns, turn_advantages, (index, trajectory.id))
+            notes["trajectories"] += bool(own)
+            notes["trajectories_split"] += len(own) > 1
+            dropped[NO_TURN] += not own
+            rows += own
+    drawn = _draw(rows, config, step)
+    if len(drawn) < len(rows):
+        dropped[NOT_DRAWN] = len(rows) - len(drawn)
+    return Rows(_weigh(drawn, config), dict(+dropped), dict(notes))
+
+
+def loss_denominator(samples: Iterable[Sample], config: TrainConfig) -> float:
+    """By what the weighted sum of token losses is divided: once for all rows of one update."""
+    samples = list(samples)
+    if config.aggregate == "constant":
+        return float(config.constant_tokens * len({_trajectory(s) for s in samples}))
+    return math.fsum(weight for s in samples for weight in s.weights_T)
+
+
+def minibatches(samples: Sequence[Sample], n: int) -> list[list[Sample]]:
+    """Share the rows among at most ``n`` updates: whole trajectories, even in sampled tokens.
+
+    Fewer than ``n`` when there are fewer trajectories. Rows keep their order.
+    """
+    rows: dict[tuple[int, str], list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        rows[_trajectory(sample)].append(index)
+    tokens = {key: sum(samples[i].sampled_tokens for i in indices) for key, indices in rows.items()}
+    shares: list[list[int]] = [[] for _ in range(min(n, len(rows)))]
+    loads = [0] * len(shares)
+    for key in sorted(rows, key=lambda key: -tokens[key]):
+        lightest = loads.index(min(loads))
+        shares[lightest] += rows[key]
+        loads[lightest] += max(tokens[key], 1)
+    return [[samples[i] for i in sorted(share)] for share in shares]
+
+
+def _trajectory(sample: Sample) -> tuple[int, str]:
+    return sample.group, sample.trajectory_id
+
+
+def _trainable(trajectory: Trajectory, dropped: Counter[str]) -> list[Turn]:
+    """The turns that can carry a loss, each once however many histories hold it."""
+    turns: list[Turn] = []
+    seen: dict[tuple[object, ...], list[Turn]] = defaultdict(list)  # comparing all pairs would be slow
+    for turn in trajectory.turns:
+        alike = seen[len(turn.prompt_ids), turn.completion_ids, turn.logprobs]
+        if not turn.completion_ids or turn in alike:
+            continue
+        alike.append(turn)
+        if not turn.prompt_ids:
+            dropped[NO_PROMPT] += 1
+        elif _temperature(turn) <= 0:
+            dropped[GREEDY] += 1
+        elif not all(map(math.isfinite, turn.logprobs)):
+            dropped[LOGPROB_NOT_FINITE] += 1
+        else:
+            turns.append(turn)
+    return turns
+
+
+def _note(turns: Sequence[Turn], notes: Counter[str]) -> None:
+    notes["turns"] += len(turns)
+    notes["turns_truncated_support"] += sum(map(_is_truncated, turns))
+    notes["turns_cut_by_length"] += sum(turn.finish_reason == "length" for turn in turns)
+
+
+def _temperature(turn: Turn) -> float:
+    value = turn.sampling.get("temperature")
+    return 1.0 if value is None else float(value)
+
+
+def _is_truncated(turn: Turn) -> bool:
+    get = turn.sampling.get
+    return (get("top_p") or 1.0) < 1 or (get("top_k") or 0) > 0 or (get("min_p") or 0.0) > 0
+
+
+def _rows(turns: Sequence[Turn], turn_advantages: Sequence[float], trajectory: tuple[int, str]) -> list[_Row]:
+    rows: list[_Row] = []
+    for turn, advantage in zip(turns, turn_advantages, strict=True):
+        temperature = _temperature(turn)
+        open_rows = [r for r in reversed(rows) if r.temperature == temperature and r.continues_in(turn)]
+        row = max(open_rows, key=lambda r: len(r.ids), default=None)
+        if row is None:
+            row = _Row(trajectory, temperature)
+            rows.append(row)
+        row.append(turn, advantage)
+    return rows
+
+
+def _draw(rows: list[_Row], config: TrainConfig, step: int) -> list[_Row]:
+    if config.max_samples is None or len(rows) <= config.max_samples:
+        return rows
+    generator = random.Random(f"{config.seed}/{step}")
+    return [rows[i] for i in sorted(generator.sample(range(len(rows)), config.max_samples))]
+
+
+def _weigh(rows: Sequence[_Row], config: TrainConfig) -> list[Sample]:
+    """Loss weights: 1, or the same total for each trajectory with a mean of 1 over all tokens."""
+    if config.aggregate != "trajectory":
+        return [row.to_sample(1.0) for row in rows]
+    tokens: Counter[tuple[int, str]] = Counter()
+    for row in rows:
+        tokens[row.trajectory] += sum(row.is_sampled)
+    share = sum(tokens.values()) / max(len(tokens), 1)
+    return [row.to_sample(share / tokens[row.trajectory]) for row in rows]

@@ -1,0 +1,209 @@
+"""How does the real openai client reach a model in this process, without a socket?
+
+Its HTTP transport calls the ChatApp directly. openai 2.x is built on httpx and 3.x on httpx2; the
+transport is made for whichever the installed one uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextvars
+import importlib
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from artnb.chat import ChatApp, Reply
+
+if TYPE_CHECKING:
+    import openai
+
+T = TypeVar("T")
+LoopGetter = Callable[[], asyncio.AbstractEventLoop | None]
+_URL = "http://in-process.invalid/v1"
+_KEY = "in-process"
+"""The client insists on a key; nothing reads it."""
+
+
+def async_client(app: ChatApp) -> openai.AsyncOpenAI:
+    """An ``openai.AsyncOpenAI`` whose calls are coroutines of this app.
+
+    They run in the caller's task: cancelling the call cancels the sampling, and ``recording()``
+    around it sees it.
+    """
+    import openai
+
+    http_client = _httpx().AsyncClient(transport=_async_transport()(app), timeout=None)
+    return openai.AsyncOpenAI(
+        api_key=_KEY, base_url=_URL, http_client=http_client, max_retries=0, timeout=None
+    )
+
+
+def sync_client(app: ChatApp, loop_getter: LoopGetter) -> openai.OpenAI:
+    """An ``openai.OpenAI`` that runs each call on another thread's event loop and waits for it.
+
+    ``loop_getter`` returns the loop that the model works on; when it returns None or a loop that is
+    not running, a private one is started. Calling it on a thread that itself runs an event loop
+    raises RuntimeError, because that loop would stand still.
+    """
+    http_client = _httpx().Client(transport=_sync_transport()(app, _Bridge(loop_getter)), timeout=None)
+    return _sync_openai()(api_key=_KEY, base_url=_URL, http_client=http_client, max_retries=0, timeout=None)
+
+
+@cache
+def _httpx() -> ModuleType:
+    """The HTTP package that the installed openai builds on."""
+    import openai
+
+    parents = openai.DefaultAsyncHttpxClient.__mro__
+    return importlib.import_module(
+        next(c for c in parents if c.__name__ == "AsyncClient").__module__.split(".")[0]
+    )
+
+
+@cache
+def _async_transport() -> Any:
+    httpx = _httpx()
+
+    class InProcessTransport(httpx.AsyncBaseTransport):  # type: ignore[name-defined]
+        def __init__(self, app: ChatApp) -> None:
+            self._app = app
+
+        async def handle_async_request(self, request: Any) -> Any:
+            call = self._app.reply(request.method, request.url.path, await request.aread())
+            limit = _time_limit(request)
+            try:
+                reply = await (call if limit is None else asyncio.wait_for(call, limit))
+            except TimeoutError as error:
+                raise httpx.ReadTimeout(f"no answer within {limit} s", request=request) from error
+            return _response(reply, request, _async_events)
+
+    return InProcessTransport
+
+
+@cache
+def _sync_transport() -> Any:
+    httpx = _httpx()
+
+    class InProcessSyncTransport(httpx.BaseTransport):  # type: ignore[name-defined]
+        def __init__(self, app: ChatApp, bridge: _Bridge) -> None:
+            self._app = app
+            self._bridge = bridge
+
+        def handle_request(self, request: Any) -> Any:
+            call = self._app.reply(request.method, request.url.path, request.read())
+            limit = _time_limit(request)
+            try:
+                reply = self._bridge.run(call, limit)
+            except TimeoutError as error:
+                raise httpx.ReadTimeout(f"no answer within {limit} s", request=request) from error
+            return _response(reply, request, Reply.events)
+
+        def close(self) -> None:
+            self._bridge.close()
+
+    return InProcessSyncTransport
+
+
+@cache
+def _sync_openai() -> Any:
+    import openai
+
+    class InProcessOpenAI(openai.OpenAI):
+        def _prepare_options(self, options: Any) -> Any:
+            _refuse_running_loop()  # here, because openai hides errors of the transport
+            return super()._prepare_options(options)
+
+    return InProcessOpenAI
+
+
+def _response(reply: Reply, request: Any, events: Callable[[Reply], Any]) -> Any:
+    content = reply.encode() if reply.chunks is None else events(reply)
+    headers = {"content-type": reply.content_type}
+    return _httpx().Response(reply.status, headers=headers, content=content, request=request)
+
+
+async def _async_events(reply: Reply) -> AsyncIterator[bytes]:
+    for event in reply.events():
+        yield event
+
+
+def _time_limit(request: Any) -> float | None:
+    return request.extensions.get("timeout", {}).get("read")
+
+
+def _refuse_running_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "the sync client would block the event loop that runs this code. Use `await "
+        "model.client.chat.completions.create(...)`, or call the sync client in asyncio.to_thread(...)."
+    )
+
+
+class _Bridge:
+    """Runs coroutines on a loop of another thread, in the caller's context."""
+
+    def __init__(self, loop_getter: LoopGetter) -> None:
+        self._loop_getter = loop_getter
+        self._private: asyncio.AbstractEventLoop | None = None
+        self._lock = threading.Lock()
+
+    def run(self, call: Coroutine[Any, Any, T], limit: float | None) -> T:
+        loop = self._loop()
+        done: concurrent.futures.Future[T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def start() -> None:
+            task = loop.create_task(call, context=context)
+            tasks.append(task)
+            task.add_done_callback(lambda finished: _pass_on(finished, done))
+
+        def stop() -> None:
+            for task in tasks:
+                task.cancel()
+
+        context = contextvars.copy_context()
+        loop.call_soon_threadsafe(start)
+        try:
+            return done.result(limit)
+        except BaseException:  # a time limit or KeyboardInterrupt: the sampling must not go on
+            loop.call_soon_threadsafe(stop)
+            raise
+
+    def close(self) -> None:
+        with self._lock:
+            loop, self._private = self._private, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _loop(self) -> asyncio.AbstractEventLoop:
+        loop = self._loop_getter()
+        if loop is not None and loop.is_running():
+            return loop
+        with self._lock:
+            if self._private is None:
+                self._private = asyncio.new_event_loop()
+                threading.Thread(
+                    target=_run_loop, args=(self._private,), name="artnb-sync-client", daemon=True
+                ).start()
+            return self._private
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+def _pass_on(task: asyncio.Task[T], done: concurrent.futures.Future[T]) -> None:
+    if task.cancelled():
+        done.cancel()
+    elif error := task.exception():
+        done.set_exception(error)
+    else:
+        done.set_result(task.result())

@@ -1,0 +1,92 @@
+"""How does ■ (SIGINT) reach work that is awaited, without killing the loop it runs on?
+
+While a primitive runs on the main thread, SIGINT calls back into its event loop instead of raising
+KeyboardInterrupt somewhere inside it. A second SIGINT goes to the handler that was there before
+(ipykernel's, asyncio.run's or Python's own), and so does every SIGINT once no primitive is running.
+A heartbeat wakes the loop every 0.1 s, because ipykernel's own handler does not (ipykernel#881).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable
+from types import FrameType
+from typing import Any
+
+HEARTBEAT_SECONDS = 0.1
+
+
+class Watch:
+    """One primitive that wants to hear of an interrupt."""
+
+    def __init__(self, callback: Callable[[], None]) -> None:
+        self.interrupted = False
+        """True once ■ was pressed, also when the callback has not run yet."""
+        self._callback = callback
+        self._loop = asyncio.get_running_loop()
+
+    def interrupt(self) -> None:
+        """Mark the interrupt and wake the loop; safe in a signal handler and from any thread."""
+        self.interrupted = True
+        with contextlib.suppress(RuntimeError):  # the loop has just been closed: nobody is left to tell
+            self._loop.call_soon_threadsafe(self._callback)
+
+
+_watches: list[Watch] = []
+_previous: Any = signal.SIG_DFL
+
+
+def _handle(number: int, frame: FrameType | None) -> None:
+    untold = [watch for watch in _watches if not watch.interrupted]
+    for watch in untold:
+        watch.interrupt()
+    if untold or _previous is signal.SIG_IGN:
+        return
+    if callable(_previous):
+        _previous(number, frame)
+    else:
+        raise KeyboardInterrupt
+
+
+@contextlib.asynccontextmanager
+async def watching(callback: Callable[[], None]) -> AsyncIterator[Watch]:
+    """Call ``callback`` in this event loop when the user interrupts; see ``Watch.interrupted`` at the end."""
+    watch = Watch(callback)
+    _watches.append(watch)
+    _install()
+    heartbeat = asyncio.create_task(_beat())
+    try:
+        yield watch
+    finally:
+        _watches.remove(watch)
+        if not _watches:
+            _uninstall()
+        heartbeat.cancel()
+        await asyncio.wait([heartbeat])
+
+
+def _install() -> None:
+    global _previous
+    if threading.current_thread() is not threading.main_thread():
+        return
+    current = signal.getsignal(signal.SIGINT)
+    if current is _handle or current is None or current is signal.SIG_IGN:
+        return  # already ours, not Python's to change, or the process was told to ignore it
+    with contextlib.suppress(ValueError):  # a sub-interpreter may not set handlers
+        signal.signal(signal.SIGINT, _handle)
+        _previous = current
+
+
+def _uninstall() -> None:
+    # Someone else's later handler stays; if they restore ours after this, it passes everything on.
+    is_ours = signal.getsignal(signal.SIGINT) is _handle
+    if is_ours and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, _previous)
+
+
+async def _beat() -> None:
+    while True:
+        await asyncio.sleep(HEARTBEAT_SECONDS)

@@ -1,0 +1,146 @@
+"""What can be read in a run's folder, by anyone, while a process may be writing it?
+
+run.json                          name, created, what it was made with
+metrics.jsonl                     one line a training step or evaluation
+events.jsonl                      openings, rollbacks, gathers, warnings, notes
+trajectories/step_000012.jsonl    every rollout gathered while the run stood at step 12
+checkpoints/step_000012/          the policy after 12 steps
+result.json  STOP  owner.json     the outcome; touch STOP to end a loop; who is writing now
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from artnb.errors import ConfigurationError
+from artnb.store import checkpoints as checkpoint_files
+from artnb.store.checkpoints import Checkpoint
+from artnb.store.codec import decode
+from artnb.store.journal import Journal
+from artnb.store.timeline import Timeline
+from artnb.store.trajectories import Stored, TrajectoryFolder
+from artnb.types import Trajectory
+
+if TYPE_CHECKING:
+    import pandas
+
+
+def run_path(name: str, root: str | Path) -> Path:
+    """Where a run lies. A name that would leave ``root`` or not survive a file system is refused."""
+    problem = None
+    if not isinstance(name, str) or not name.strip():
+        problem = "it is empty"
+    elif any(c in '/\\:*?"<>|' for c in name):
+        problem = 'it holds one of / \\ : * ? " < > |'
+    elif not name.isprintable():
+        problem = "it holds invisible characters"
+    elif name.startswith(".") or name != name.strip() or name.endswith("."):
+        problem = "it starts or ends with a dot or a space"
+    elif len(name.encode()) > 120:
+        problem = "it is longer than 120 bytes"
+    if problem:
+        raise ConfigurationError(f"{name!r} cannot name a run: {problem}. Choose a name such as 'my-2048'.")
+    return Path(root).expanduser().resolve() / name
+
+
+class RunFolder:
+    """The reading side of a run. Nothing here writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name
+        self._metrics = Journal(path / "metrics.jsonl")
+        self._events = Journal(path / "events.jsonl")
+        self._trajectories = TrajectoryFolder(path / "trajectories")
+
+    def description(self) -> dict[str, Any]:
+        """What run.json says."""
+        return decode((self.path / "run.json").read_bytes())
+
+    def result(self) -> dict[str, Any] | None:
+        """What result.json says, or None before there is one."""
+        path = self.path / "result.json"
+        return decode(path.read_bytes()) if path.is_file() else None
+
+    @property
+    def trained_steps(self) -> int:
+        """Training steps whose metrics count."""
+        return max((r["step"] + 1 for r in self.metrics() if r.get("kind") == "train"), default=0)
+
+    def metrics(self, *, include_rolled_back: bool = False) -> list[dict[str, Any]]:
+        """Every metrics record that counts, in order; or all, each with ``rolled_back`` True or False."""
+        timeline, records = self._timeline(), []
+        for record in self._metrics.read():
+            counts = timeline.counts(record, is_training=record.get("kind") == "train")
+            record.pop("session", None)
+            if include_rolled_back:
+                records.append({**record, "rolled_back": not counts})
+            elif counts:
+                records.append(record)
+        return records
+
+    def events(self) -> list[dict[str, Any]]:
+        """Every event, in order."""
+        return list(self._events.read())
+
+    def stored(self, step: int | None = None, split: str | None = None) -> Iterator[Stored]:
+        """Trajectories that count with how they were gathered, one at a time, oldest step first."""
+        for record in self._trajectories.records(self._timeline(), step):
+            if split is None or record["split"] == split:
+                yield Stored.from_json(record)
+
+    def trajectories(self, step: int | None = None, split: str | None = None) -> Iterator[Trajectory]:
+        """Trajectories that count, one at a time, oldest step first; None means all."""
+        return (one.trajectory for one in self.stored(step, split))
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Complete checkpoints, the oldest first."""
+        return checkpoint_files.list_checkpoints(self.path / "checkpoints")
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        """The newest complete checkpoint."""
+        return checkpoint_files.latest_checkpoint(self.path / "checkpoints")
+
+    def metrics_frame(self) -> pandas.DataFrame:
+        """metrics() as a table."""
+        from artnb.store.frames import metrics_frame
+
+        return metrics_frame(self)
+
+    def trajectories_frame(self) -> pandas.DataFrame:
+        """One row a trajectory, without its text."""
+        from artnb.store.frames import trajectories_frame
+
+        return trajectories_frame(self)
+
+    def export_parquet(self, path: str | Path) -> Path:
+        """Write every trajectory, its lossless JSON included, to one parquet file."""
+        from artnb.store.frames import export_parquet
+
+        return export_parquet(self, Path(path))
+
+    def _timeline(self) -> Timeline:
+        return Timeline.of(self._events.read())
+
+    def _repr_html_(self) -> str:
+        from artnb.store.frames import run_html
+
+        return run_html(self)
+
+
+def differences(recorded: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """What two identities disagree about, in words.
+
+    >>> differences({"base_model": "a", "adapter": {"rank": 8}}, {"base_model": "a", "adapter": {"rank": 16}})
+    ['adapter.rank 8 (now 16)']
+    """
+    found = []
+    for name in [*recorded, *(n for n in given if n not in recorded)]:
+        old, new = recorded.get(name), given.get(name)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            found += differences(old, new, f"{prefix}{name}.")
+        elif old != new:
+            found.append(f"{prefix}{name} {old!r} (now {new!r})")
+    return found

@@ -1,0 +1,120 @@
+"""How does a run look as a table: in pandas, in parquet, in a cell?"""
+
+from __future__ import annotations
+
+import html
+import os
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from artnb.errors import require
+from artnb.store.codec import encode
+
+if TYPE_CHECKING:
+    import pandas
+
+    from artnb.store.folder import RunFolder
+    from artnb.store.trajectories import Stored
+
+COLUMNS = (
+    "step",
+    "split",
+    "scenario_id",
+    "group",
+    "attempt",
+    "seat",
+    "reward",
+    "turns",
+    "completion_tokens",
+    "error",
+    "policy_version",
+    "seconds",
+    "id",
+)
+_ROWS_AT_ONCE = 500
+
+
+def trajectory_row(stored: Stored) -> dict[str, Any]:
+    """The columns of one trajectory; ``metric/<name>`` follow them."""
+    trajectory = stored.trajectory
+    turns = trajectory.turns
+    values = (
+        stored.step,
+        stored.split,
+        trajectory.scenario_id,
+        f"{stored.gather_id}/{trajectory.scenario_id}/{trajectory.seat}".rstrip("/"),
+        stored.attempt,
+        trajectory.seat,
+        trajectory.reward,
+        len(turns),
+        sum(len(turn.completion_ids) for turn in turns),
+        trajectory.error.type if trajectory.error else None,
+        min((turn.policy_version for turn in turns), default=None),
+        trajectory.seconds,
+        trajectory.id,
+    )
+    row = dict(zip(COLUMNS, values, strict=True))
+    return row | {f"metric/{name}": value for name, value in trajectory.metrics.items()}
+
+
+def metrics_frame(run: RunFolder) -> pandas.DataFrame:
+    """One row a metrics record."""
+    pd = require("pandas", extra="cpu", why="to make a frame")
+    return pd.DataFrame(run.metrics())
+
+
+def trajectories_frame(run: RunFolder) -> pandas.DataFrame:
+    """One row a trajectory, in the order in which they were written."""
+    pd = require("pandas", extra="cpu", why="to make a frame")
+    rows = [trajectory_row(stored) for stored in run.stored()]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(COLUMNS))
+
+
+def export_parquet(run: RunFolder, path: Path) -> Path:
+    """The columns of trajectories_frame, ``metrics`` and the whole ``trajectory`` as JSON text."""
+    pa = require("pyarrow", extra="parquet", why="to write parquet")
+    parquet = require("pyarrow.parquet", extra="parquet", why="to write parquet")
+    integers = {"step", "attempt", "turns", "completion_tokens", "policy_version"}
+    schema = pa.schema(
+        [
+            (c, pa.int64() if c in integers else pa.float64() if c in ("reward", "seconds") else pa.string())
+            for c in COLUMNS
+        ]
+        + [("metrics", pa.string()), ("trajectory", pa.string())]
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        with parquet.ParquetWriter(beside, schema) as writer:
+            rows: list[dict[str, Any]] = []
+            for stored in run.stored():
+                row = {c: v for c, v in trajectory_row(stored).items() if c in COLUMNS}
+                text = {
+                    "metrics": encode(stored.trajectory.metrics),
+                    "trajectory": encode(stored.trajectory.to_json()),
+                }
+                rows.append(row | text)
+                if len(rows) == _ROWS_AT_ONCE:
+                    writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                    rows = []
+            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def run_html(run: RunFolder) -> str:
+    """A run in a cell: where it is, how far it is, the last reward."""
+    metrics = run.metrics()
+    rewards = [r["reward_mean"] for r in metrics if isinstance(r.get("reward_mean"), float)]
+    latest = run.latest_checkpoint()
+    rows = {
+        "folder": str(run.path),
+        "training steps": str(sum(r.get("kind") == "train" for r in metrics)),
+        "latest checkpoint": latest.name if latest else "none",
+        "last mean reward": f"{rewards[-1]:.3f}" if rewards else "none",
+    }
+    cells = "".join(f"<tr><th>{k}</th><td>{html.escape(v)}</td></tr>" for k, v in rows.items())
+    return f"<table><caption>run {html.escape(run.name)}</caption>{cells}</table>"

@@ -1,0 +1,301 @@
+"""Who writes a run, and how does it go on after a kill?
+
+``Run.open`` claims the folder, sets torn lines and half-written checkpoints aside, finds the latest
+checkpoint and marks what came after it as undone. The folder's content is described in folder.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from artnb.errors import ArtnbError, ConfigurationError, RunMismatch
+from artnb.store import checkpoints as checkpoint_files
+from artnb.store.codec import decode, encode
+from artnb.store.folder import RunFolder, differences, run_path
+from artnb.store.journal import write_atomically
+from artnb.store.owner import Owner
+from artnb.store.trajectories import PROCESS, Stored
+from artnb.store.versions import package_version, versions
+from artnb.types import Trajectory
+
+_live: dict[Path, Run] = {}
+_live_lock = threading.RLock()
+
+
+class Run(RunFolder):
+    """A training run on disk. ``Run.open`` creates or resumes it; ``close`` gives it back."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.step = 0
+        self._owner = Owner(path)
+        self._session = 0
+        self._is_closed = False
+        self.has_earlier_rollouts = False
+        """True when an earlier process left rollouts of the present step or later ones."""
+        self._reused: set[str] = set()
+
+    step: int
+    """Training steps finished so far, skipped ones included."""
+
+    @classmethod
+    def open(
+        cls,
+        name: str,
+        root: str | Path = "runs",
+        *,
+        identity: Mapping[str, Any] | None = None,
+        takeover: bool = False,
+    ) -> Run:
+        """Create a run, or resume it where its latest checkpoint stands.
+
+        Opening a run that this process already holds returns the same object. ``identity`` names the
+        base model, tokenizer and adapter; a run on disk made with others raises RunMismatch. A run that
+        another process is writing raises RunInUse, unless ``takeover`` seizes it.
+        """
+        path = run_path(name, root)
+        with _live_lock:
+            live = _live.get(path)
+            if live is not None and live._owner.is_lost:
+                live.close()
+            elif live is not None:
+                live._check_identity(identity)
+                return live
+            run = cls(path)
+            run._check_folder()
+            replaced = run._owner.claim(takeover=takeover)
+            try:
+                run._check_identity(identity)
+                run._resume(identity, replaced)
+            except BaseException:
+                run.close()
+                raise
+            _live[path] = run
+            atexit.register(run.close)
+        return run
+
+    @staticmethod
+    def read(name: str, root: str | Path = "runs") -> RunFolder:
+        """Look at a run without claiming it; another process may be writing it."""
+        folder = RunFolder(run_path(name, root))
+        if not (folder.path / "run.json").is_file():
+            raise ConfigurationError(f"there is no run at {folder.path}")
+        return folder
+
+    # Opening
+
+    def _check_folder(self) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        if (self.path / "run.json").exists():
+            return
+        foreign = sorted(p.name for p in self.path.iterdir() if p.name[0] != "." and p.name != "owner.json")
+        if foreign:
+            raise ConfigurationError(
+                f"{self.path} is not a run: it has no run.json, but holds {', '.join(foreign[:3])}. "
+                "Choose another run name or root="
+            )
+
+    def _check_identity(self, identity: Mapping[str, Any] | None) -> None:
+        if identity is None or not (self.path / "run.json").exists():
+            return
+        recorded = self.description().get("identity")
+        changed = differences(recorded, decode(encode(identity))) if recorded else []
+        if changed:
+            raise RunMismatch(
+                f"run {self.name!r} was made with {'; '.join(changed)}. "
+                "Choose another run name, or open it with what made it."
+            )
+
+    def _resume(self, identity: Mapping[str, Any] | None, replaced_owner: Mapping[str, Any] | None) -> None:
+        torn = [self._events.repair(), self._metrics.repair()]
+        self._session = self._timeline().session + 1
+        self._describe(identity)
+        folder = self.path / "checkpoints"
+        cleaned = checkpoint_files.clean_leftovers(folder)
+        latest = self.latest_checkpoint()
+        self.step = latest.step if latest else 0
+        torn += self._trajectories.repair(self.step)
+        self.record_event("opened", step=self.step, process=PROCESS, versions=versions())
+        if replaced_owner is not None:
+            self.record_event("took_over", owner=replaced_owner)
+        for file in filter(None, torn):
+            self._warn(f"an unfinished last line was moved to {file}")
+        for name in cleaned:
+            self._warn(f"{name}, left by a killed checkpoint writer, was cleared away")
+        for name in checkpoint_files.incomplete_after(folder, self.step):
+            self._warn(f"checkpoint {name} is incomplete and is not used")
+        self._undo_later_work()
+
+    def _describe(self, identity: Mapping[str, Any] | None) -> None:
+        if not (self.path / "run.json").exists():
+            description = {"name": self.name, "created": time.time(), "artnb": package_version("artnb")}
+        else:
+            description = self.description()
+            if description.get("identity") or not identity:
+                return
+        description |= {"identity": dict(identity or {}), "versions": versions()}
+        self._write_file("run.json", description)
+
+    def _undo_later_work(self) -> None:
+        """What a killed process did after its last checkpoint will be done again: mark it."""
+        timeline, trained = self._timeline(), self.trained_steps
+        steps = [step for step in self._trajectories.steps() if step >= self.step]
+        self.has_earlier_rollouts = bool(steps)
+        has_later_rollouts = any(
+            step > self.step or record["split"] == "train"
+            for step in steps
+            for record in self._trajectories.records(timeline, step)
+        )
+        if trained > self.step or has_later_rollouts:
+            self.record_event("rolled_back", **{"from": max(trained, self.step), "to": self.step})
+
+    def _warn(self, message: str) -> None:
+        self.record_event("warning", message=message)
+
+    # Training
+
+    def steps(self, total: int) -> Iterator[int]:
+        """Step numbers from where the run stands up to ``total - 1``.
+
+        Ends early when a file named STOP appears in the run folder; the file is removed.
+        """
+        step = self.step
+        while step < total and not self._take_stop_file():
+            before = self.step
+            yield step
+            step = step + 1 if self.step == before else self.step
+
+    def _take_stop_file(self) -> bool:
+        stop = self.path / "STOP"
+        if not stop.exists():
+            return False
+        stop.unlink(missing_ok=True)
+        self.record_event("stopped", step=self.step, reason="STOP file")
+        return True
+
+    def roll_back(self, to: int) -> None:
+        """Mark everything after the policy of step ``to`` as undone and go on from there."""
+        before = self.step
+        self._session += 1
+        self.record_event("rolled_back", **{"from": before, "to": to})
+        self.step = to
+
+    # Records
+
+    def append_metrics(self, record: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl; one of kind ``train`` finishes its step."""
+        is_training = record.get("kind") == "train"
+        if is_training and record.get("step") != self.step:
+            raise ConfigurationError(
+                f"run {self.name!r} stands at step {self.step}, but metrics of training step "
+                f"{record.get('step')} were given. A step is recorded once, in order."
+            )
+        self._check_writable()
+        self._metrics.append({"time": time.time(), **record, "session": self._session})
+        if is_training:
+            self.step += 1
+
+    def record_event(self, kind: str, **fields: Any) -> None:
+        """Append a line to events.jsonl."""
+        self._check_writable()
+        self._events.append({"kind": kind, "time": time.time(), **fields, "session": self._session})
+
+    def append_trajectory(
+        self,
+        trajectory: Trajectory,
+        *,
+        step: int,
+        split: str,
+        gather_id: str,
+        attempt: int,
+        group_metadata: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Append a finished rollout to its step's file."""
+        self.append_attempt(
+            [Stored(step, split, gather_id, attempt, trajectory, group_metadata=group_metadata)]
+        )
+
+    def append_attempt(self, stored: Sequence[Stored]) -> None:
+        """Append all trajectories of one attempt with one write."""
+        self._check_writable()
+        self._trajectories.append(stored, session=self._session)
+
+    def reusable(self, step: int, split: str) -> list[Stored]:
+        """Rollouts that an earlier process finished at this step and nobody has reused yet."""
+        if not self.has_earlier_rollouts:
+            return []
+        found = self._trajectories.from_earlier_processes(step, split)
+        return [one for one in found if one.trajectory.id not in self._reused]
+
+    def reuse(self, trajectories: Sequence[Trajectory], gather_id: str) -> None:
+        """Let rollouts of an earlier process count again, as part of this gather."""
+        names = [t.id for t in trajectories]
+        self._reused.update(names)
+        self.record_event("reused", step=self.step, gather_id=gather_id, trajectories=names)
+
+    def write_result(self, record: Mapping[str, Any]) -> Path:
+        """Write the outcome to result.json."""
+        return self._write_file("result.json", record)
+
+    def _write_file(self, name: str, record: Mapping[str, Any]) -> Path:
+        self._check_writable()
+        return write_atomically(self.path / name, json.dumps(json.loads(encode(record)), indent=1) + "\n")
+
+    # Checkpoints
+
+    @contextlib.contextmanager
+    def writing_checkpoint(self, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
+        """Yield an empty folder to fill; afterwards it is the checkpoint of ``step``."""
+        self._check_writable()
+        with checkpoint_files.writing_checkpoint(self.path / "checkpoints", step, state) as folder:
+            yield folder
+            self._check_writable()
+
+    def save_checkpoint(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
+        """Let ``write`` fill a folder that becomes the checkpoint of ``step`` as a whole or not at all."""
+        with self.writing_checkpoint(step, state) as folder:
+            write(folder)
+        return self.path / "checkpoints" / checkpoint_files.step_name(step)
+
+    def prune_checkpoints(self, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
+        """Remove all but the newest ``keep_last`` checkpoints and the steps in ``keep``."""
+        self._check_writable()
+        return checkpoint_files.prune(self.path / "checkpoints", keep_last, keep)
+
+    # Closing
+
+    def sync(self) -> None:
+        """Let go of open files; some network mounts upload them only then."""
+        self._trajectories.close()
+
+    def close(self) -> None:
+        """Give the run back, so that another process may write it. Reading still works. Idempotent."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self.sync()
+        self._owner.release()
+        atexit.unregister(self.close)
+        if _live.get(self.path) is self:
+            del _live[self.path]
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_writable(self) -> None:
+        if self._is_closed:
+            raise ArtnbError(f"run {self.name!r} is closed. Open it again with Run.open to write.")
+        self._owner.check()
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r}, step {self.step}, {str(self.path)!r})"

@@ -1,0 +1,170 @@
+"""Where are we, and how is something shown that keeps changing?
+
+The only file that asks whether this is a notebook. A live view is one display with one id, updated
+in place and finished with plain HTML: it needs no widget, so it stays readable in a saved notebook.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from types import TracebackType
+from typing import Any, Literal
+
+from artnb.errors import ConfigurationError
+from artnb.ui.html import progress_html
+from artnb.ui.snapshot import seconds_text
+
+Mode = Literal["html", "text", "none"]
+
+_NOTEBOOK_INTERVAL, _VSCODE_INTERVAL, _TERMINAL_INTERVAL, _LOG_INTERVAL = 0.25, 0.5, 0.2, 15.0
+
+
+def detect() -> Mode:
+    """``html`` in a Jupyter kernel, ``text`` elsewhere; the variable ARTNB_UI overrides.
+
+    >>> detect() in ("html", "text", "none")
+    True
+    """
+    override = os.environ.get("ARTNB_UI", "")
+    if override:
+        modes: dict[str, Mode] = {"html": "html", "text": "text", "none": "none"}
+        if override not in modes:
+            raise ConfigurationError(f"ARTNB_UI must be html, text or none; got {override!r}")
+        return modes[override]
+    return "html" if _in_kernel() else "text"
+
+
+def _in_kernel() -> bool:
+    ipython = sys.modules.get("IPython")  # a kernel has imported it already
+    shell = ipython.get_ipython() if ipython is not None else None
+    return getattr(shell, "kernel", None) is not None
+
+
+def show(html: str, text: str) -> None:
+    """Show a finished view once."""
+    Live(keep_text=True).finish(html, text)
+
+
+class Live:
+    """One place on the screen whose content changes.
+
+    keep_text: in a terminal, print only the finished text, over several lines if need be;
+    otherwise the text is one line that is redrawn in place.
+    """
+
+    def __init__(self, title: str = "", *, enabled: bool = True, keep_text: bool = False) -> None:
+        self.title = title
+        self.mode: Mode = detect() if enabled else "none"
+        self._keep_text = keep_text
+        self._handle: Any = None
+        self._last = float("-inf")
+        self._width = 0
+        self._is_tty = bool(getattr(sys.stderr, "isatty", lambda: False)())
+
+    @property
+    def is_due(self) -> bool:
+        """False while an update would come too soon after the last one; it saves building it."""
+        if self.mode == "none":
+            return False
+        return time.monotonic() - self._last >= self._interval
+
+    @property
+    def _interval(self) -> float:
+        if self.mode == "html":
+            return _VSCODE_INTERVAL if "VSCODE_PID" in os.environ else _NOTEBOOK_INTERVAL
+        return _TERMINAL_INTERVAL if self._is_tty else _LOG_INTERVAL
+
+    def update(self, html: str, text: str) -> None:
+        """Show this now, or drop it when the last update was a moment ago."""
+        if self.is_due:
+            self._draw(html, text, final=False)
+
+    def finish(self, html: str, text: str) -> None:
+        """Show this and leave it there."""
+        if self.mode != "none":
+            self._draw(html, text, final=True)
+
+    def _draw(self, html: str, text: str, *, final: bool) -> None:
+        if self.mode == "html":
+            self._draw_html(html, text)
+        elif self._keep_text:
+            if final:
+                print(text, flush=True)
+        else:
+            self._draw_line(text, final=final)
+        self._last = time.monotonic()
+
+    def _draw_html(self, html: str, text: str) -> None:
+        from IPython.display import display
+
+        bundle = {"text/html": html, "text/plain": text}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
+
+    def _draw_line(self, text: str, *, final: bool) -> None:
+        line = " ".join(text.split())
+        if self._is_tty:
+            sys.stderr.write("\r" + line.ljust(self._width) + ("\n" if final else ""))
+        else:
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+        self._width = len(line)
+
+
+class Progress:
+    """The progress of many rollouts on one line: done, failed, mean reward, tokens/s, time left.
+
+    >>> with Progress(2, "gather", enabled=False) as progress:
+    ...     progress.update(1, failed=0, mean_reward=0.5, tokens=20)
+    """
+
+    def __init__(self, total: int, title: str = "", enabled: bool = True) -> None:
+        self.total = total
+        self.title = title
+        self.live = Live(title, enabled=enabled)
+        self._started = time.monotonic()
+        self._state: dict[str, Any] = {"done": 0, "failed": 0, "mean_reward": None, "tokens": 0}
+
+    def update(self, done: int, failed: int = 0, mean_reward: float | None = None, tokens: int = 0) -> None:
+        """``done`` counts finished rollouts, the failed ones included; all figures are totals."""
+        self._state = {"done": done, "failed": failed, "mean_reward": mean_reward, "tokens": tokens}
+        if self.live.is_due:
+            self.live.update(self._html(), self._text())
+
+    def finish(self, note: str = "") -> None:
+        """Draw the last state and leave it on the screen; ``note`` says why it ended early."""
+        self.live.finish(self._html(note), self._text(note))
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.finish(f"stopped by {kind.__name__}" if kind else "")
+
+    def _facts(self, note: str) -> list[str]:
+        done, seconds = self._state["done"], time.monotonic() - self._started
+        facts = [f"{done}/{self.total}"]
+        if self._state["failed"]:
+            facts.append(f"{self._state['failed']} failed")
+        if self._state["mean_reward"] is not None:
+            facts.append(f"mean reward {self._state['mean_reward']:.3f}")
+        if self._state["tokens"] and seconds > 0:
+            facts.append(f"{self._state['tokens'] / seconds:,.0f} tokens/s")
+        facts.append(seconds_text(seconds))
+        if 0 < done < self.total and not note:
+            facts.append(f"{seconds_text(seconds / done * (self.total - done))} left")
+        return [*facts, note] if note else facts
+
+    def _html(self, note: str = "") -> str:
+        share = self._state["done"] / self.total if self.total else 1.0
+        return progress_html(self.title, share, self._facts(note))
+
+    def _text(self, note: str = "") -> str:
+        title = f"{self.title}: " if self.title else ""
+        return title + ", ".join(self._facts(note))

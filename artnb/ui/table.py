@@ -1,0 +1,114 @@
+"""How is training going? A live table of steps with its reward curve, in one place of the notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from artnb.ui.curve import curve_svg, sparkline
+from artnb.ui.display import Live
+from artnb.ui.html import esc, table_html
+from artnb.ui.snapshot import ABOUT_STEP, number_text, reward_of
+from artnb.ui.text import table_text
+
+_MOST_ROWS = 30
+
+
+class RewardTable:
+    """A row for each training step and the curve of the mean reward, drawn again after each step.
+
+    run: its earlier steps are shown first, so a resumed notebook tells the whole story.
+    baselines: rewards to draw as dashed lines; numbers or Evaluations.
+
+    >>> table = RewardTable(title="toy", enabled=False)
+    >>> table.add({"step": 0, "reward_mean": 0.25})
+    >>> table.rewards
+    [(0, 0.25)]
+    """
+
+    def __init__(
+        self,
+        run: Any = None,
+        *,
+        baselines: Mapping[str, Any] | None = None,
+        title: str = "Training",
+        enabled: bool = True,
+    ) -> None:
+        self.title = title
+        levels = {name: getattr(value, "mean_reward", value) for name, value in (baselines or {}).items()}
+        self.baselines = {name: float(level) for name, level in levels.items() if level is not None}
+        self.records: list[dict[str, Any]] = []
+        self._live = Live(title, enabled=enabled)
+        if run is not None:
+            self.records = [dict(r) for r in run.metrics() if r.get("kind") == "train"]
+
+    @property
+    def rewards(self) -> list[tuple[int, float]]:
+        """(step, mean reward) of every scored step."""
+        pairs = [(r.get("step", i), reward_of(r)) for i, r in enumerate(self.records)]
+        return [(step, reward) for step, reward in pairs if reward is not None]
+
+    def add(self, result: Any) -> None:
+        """Add one step: what ``train_step`` returned, or a mapping of metrics. A repeated step replaces."""
+        record = _record(result)
+        self.records = [r for r in self.records if r.get("step") != record.get("step")] + [record]
+        self._draw()
+
+    def show(self) -> RewardTable:
+        """Draw the table now; the notebook keeps this drawing."""
+        self._draw()
+        return self
+
+    def curve(self) -> str:
+        """The curve alone, as an SVG string."""
+        return curve_svg([{"name": "mean reward", "points": self.rewards}], self.baselines)
+
+    def _draw(self) -> None:
+        last = self._rows()[-1] if self.records else {}
+        line = ", ".join(f"{name} {number_text(value)}" for name, value in last.items() if value is not None)
+        text = str(self) if self._live.mode == "html" else f"{self.title}: {line}"
+        self._live.finish(self._repr_html_(), text)
+
+    def _rows(self) -> list[dict[str, Any]]:
+        return [_row(record) for record in self.records]
+
+    def _repr_html_(self) -> str:
+        rows = self._rows()
+        rewards = self.rewards
+        highest = max([reward for _, reward in rewards] + [1e-9])
+        for row in rows:
+            row[""] = "▅" * round(max(0.0, row["mean reward"] or 0.0) / highest * 12)
+        hidden = rows[:-_MOST_ROWS]
+        table = table_html(rows[-_MOST_ROWS:])
+        if hidden:
+            summary = f"<summary>{len(hidden)} earlier steps</summary>"
+            table = f"<details>{summary}{table_html(hidden)}</details>{table}"
+        chart = self.curve() if rewards else ""
+        return f"<div><b>{esc(self.title)}</b><div>{chart}</div>{table}</div>"
+
+    def __repr__(self) -> str:
+        line = sparkline([reward for _, reward in self.rewards])
+        return "\n".join([f"{self.title} {line}".rstrip(), table_text(self._rows())])
+
+
+def _record(result: Any) -> dict[str, Any]:
+    if isinstance(result, Mapping):
+        return dict(result)
+    return dict(result.metrics) | {name: getattr(result, name, None) for name in ABOUT_STEP}
+
+
+def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+    notes = [f"skipped: {record['skipped']}"] if record.get("skipped") else []
+    dropped = sum((record.get("dropped") or {}).values())
+    if dropped and not notes:
+        notes.append(f"{dropped} left out")
+    return {
+        "step": record.get("step"),
+        "mean reward": reward_of(record),
+        "± std": record.get("reward_std"),
+        "entropy": record.get("entropy"),
+        "KL": record.get("kl_k3"),
+        "|Δ logprob|": record.get("logprob_gap_mean"),
+        "seconds": record.get("seconds"),
+        "note": "; ".join(notes),
+    }

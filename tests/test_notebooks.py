@@ -1,0 +1,113 @@
+"""The notebooks: tidy as files, and run from start to end on the real bundled model."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+
+from artnb.demo import DemoFailed, find_notebook, main, run_demo
+from artnb.errors import ConfigurationError
+
+NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
+SHARED = ("base", "run_name", "out_dir", "steps", "scenarios_per_step", "group_size", "seed")
+TINY = {"steps": 2, "scenarios_per_step": 2, "group_size": 2, "evaluation_scenarios": 4}
+
+
+def read(path: Path) -> nbformat.NotebookNode:
+    return nbformat.read(path, as_version=4)
+
+
+def write_notebook(folder: Path, *sources: str) -> Path:
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    notebook.cells[0].metadata["tags"] = ["parameters"]
+    notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    path = folder / "toy.ipynb"
+    nbformat.write(notebook, path)
+    return path
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_is_valid_and_holds_no_output(path):
+    notebook = read(path)
+    nbformat.validate(notebook)
+    assert notebook.metadata.kernelspec.name == "python3"
+    assert "widgets" not in notebook.metadata
+    for cell in notebook.cells:
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+        assert cell.cell_type == "markdown" or cell.source.count("\n") < 20
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_has_the_shared_parameters_and_tells_what_each_cell_does(path):
+    cells = read(path).cells
+    tagged = [cell for cell in cells if "parameters" in cell.metadata.get("tags", [])]
+    assert len(tagged) == 1
+    for name in SHARED:
+        assert re.search(rf"^{name} = ", tagged[0].source, re.MULTILINE), name
+    code = [index for index, cell in enumerate(cells) if cell.cell_type == "code"]
+    assert all(cells[index - 1].cell_type == "markdown" for index in code)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_through_papermill_on_the_bundled_model(path, tmp_path, capsys):
+    result = run_demo(str(path), TINY, tmp_path)
+    printed = capsys.readouterr().out
+    record = json.loads(result.read_text())
+    assert record["notebook"] == path.stem
+    assert len(record["reward_by_step"]) == 2
+    for evaluation in (record["evaluation"]["before"], record["evaluation"]["after"]):
+        assert evaluation["n"] == 4
+        assert evaluation["low"] <= evaluation["mean_reward"] <= evaluation["high"]
+    assert record["evaluation"]["baselines"]["random"]["n"] == 4
+    assert record["seconds"] > 0 and record["versions"]["torch"] and record["machine"]["cores"]
+    assert "step 1: mean reward" in printed and "baseline random" in printed
+    folder = next(tmp_path.iterdir())
+    executed = read(folder / path.name)
+    assert "widgets" not in executed.metadata
+    training = next(cell for cell in executed.cells if cell.get("id") == "train")
+    assert any("<svg" in str(output.get("data", {}).get("text/html", "")) for output in training.outputs)
+    assert (folder / path.name).stat().st_size < 2_000_000
+    assert "<svg" in (folder / path.name).with_suffix(".html").read_text()
+
+
+def test_the_demo_shows_a_failing_cell_and_keeps_the_partial_notebook(tmp_path):
+    path = write_notebook(tmp_path, 'run_name = "a"\nout_dir = "b"', "print('worked')", "1 / 0")
+    with pytest.raises(DemoFailed, match="ZeroDivisionError") as caught:
+        run_demo(str(path), {}, tmp_path / "out")
+    partial = next((tmp_path / "out").glob("*/toy.ipynb"))
+    assert str(partial) in str(caught.value)
+    assert "worked" in partial.read_text()
+
+
+def test_the_demo_ends_with_one_when_a_cell_fails(tmp_path, capsys):
+    path = write_notebook(tmp_path, 'run_name = "a"', "raise ValueError('no such board')")
+    assert main([str(path), "--out", str(tmp_path / "out")]) == 1
+    assert "no such board" in capsys.readouterr().err
+
+
+def test_the_demo_says_when_a_notebook_wrote_no_result(tmp_path):
+    path = write_notebook(tmp_path, 'run_name = "a"', "print('done')")
+    with pytest.raises(DemoFailed, match=r"wrote no .*result\.json"):
+        run_demo(str(path), {}, tmp_path / "out")
+
+
+def test_the_demo_lists_the_notebooks_that_there_are():
+    with pytest.raises(ConfigurationError, match=r"there are: .*quickstart"):
+        find_notebook("quikstart")
+
+
+def test_the_readme_example_runs_as_pasted(repository, tmp_path):
+    readme = (repository / "README.md").read_text(encoding="utf-8")
+    example = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)[0]
+    assert len([line for line in example.splitlines() if line.strip()]) <= 20
+    script = tmp_path / "example.py"
+    script.write_text(example, encoding="utf-8")
+    answer = subprocess.run([sys.executable, script.name], cwd=tmp_path, capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.strip()
