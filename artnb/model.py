@@ -10,9 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from artnb.config import LoraConfig, SamplingConfig
 from artnb.chat import ChatApp
 from artnb.client import async_client, sync_client
+from artnb.config import LoraConfig, SamplingConfig
 from artnb.errors import CheckpointError, ConfigurationError
 from artnb.rendering import make_renderer
 from artnb.store import Run

@@ -1,20 +1,20 @@
 """How does a kernel without vLLM sample? Continuous batching over transformers' own modules.
 
-One thread owns the model copy that samples. Between decode steps requests join and leave; prompts
-that share a prefix compute it once; a finished turn's keys and values wait for the next turn.
+The engine works on one thread that it may share with a trainer. Between decode steps requests join
+and leave; prompts that share a prefix compute it once; a finished turn's keys and values wait for
+the next turn.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-import queue
 import random
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,8 +76,9 @@ class TorchEngine:
 
     model: a causal language model loaded with ``attn_implementation="artnb"``. Its parameters are
     shared; only linear layers get packed copies. provider: returns the linear weights of a policy
-    by layer name and the policy's version; called on the engine thread when requests ask for
-    another policy than the one served.
+    by layer name and the policy's version; called when requests ask for
+    another policy than the one served. compute: an executor with one thread, on which every step
+    runs; the constructor must run there too.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class TorchEngine:
         model: Any,
         tokenizer: Any,
         provider: Callable[[str], tuple[Weights, int]],
+        compute: Executor,
         *,
         max_running: int = 128,
         prefill_tokens: int = 2048,
@@ -115,11 +117,13 @@ class TorchEngine:
         self.counters = {"prompt_tokens": 0, "computed_prompt_tokens": 0, "sampled_tokens": 0, "steps": 0}
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._inbox: deque[Callable[[], None]] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=64)
+        self._commands: deque[Callable[[], None]] = deque()
+        self._compute = compute
+        self._lock = threading.Lock()
+        self._scheduled = False
         self._closed = False
-        self._thread = threading.Thread(target=self._loop, name="artnb-engine", daemon=True)
-        self._thread.start()
 
     # ---- called from any thread -------------------------------------------------------------
 
@@ -141,7 +145,7 @@ class TorchEngine:
         return future
 
     def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run a function on the engine thread once no request is running, before any waiting one."""
+        """Run a function on the compute thread once no request is running, before any waiting one."""
         future: Future[Any] = Future()
 
         def run() -> None:
@@ -154,19 +158,22 @@ class TorchEngine:
         return future
 
     def close(self) -> None:
-        """End the thread; waiting and running requests fail. Idempotent."""
-        if not self._closed:
+        """Take no more requests; waiting and running ones are cancelled. Idempotent."""
+        with self._lock:
             self._closed = True
-            self._inbox.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        for running in (*self._running, *self._waiting):
+            running.future.cancel()
 
     def _post(self, message: Callable[[], None]) -> None:
-        if self._closed:
-            raise RequestError("the engine is closed; run the cell that makes the Model again")
-        self._inbox.put(message)
+        with self._lock:
+            if self._closed:
+                raise RequestError("the engine is closed; run the cell that makes the Model again")
+            self._inbox.append(message)
+            if not self._scheduled:
+                self._scheduled = True
+                self._compute.submit(self._work)
 
-    # ---- on the engine thread ---------------------------------------------------------------
+    # ---- on the compute thread --------------------------------------------------------------
 
     def load(self, weights: Weights, policy: str, version: int) -> bool:
         """Serve these linear weights; drops every cached key. True when any of them changed."""
@@ -187,34 +194,23 @@ class TorchEngine:
             logprobs = self.model.get_output_embeddings()(hidden[:-1]).float().log_softmax(-1)
             return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
-    def _loop(self) -> None:
-        self._commands: deque[Callable[[], None]] = deque()
-        while True:
-            idle = not (self._running or self._waiting or self._commands)
-            if not self._receive(block=idle):
-                break
-            try:
-                with torch.inference_mode():
-                    self._step()
-            except Exception as error:
-                log.exception("the engine failed a step; its %d running requests fail", len(self._running))
-                for running in self._running:
-                    self._fail(running, RequestError(f"the engine failed: {error}"), error)
-                self._running.clear()
-        for running in (*self._running, *self._waiting):
-            running.future.cancel()
-
-    def _receive(self, *, block: bool) -> bool:
-        """Take in new messages; False when the engine was closed."""
-        while True:
-            try:
-                message = self._inbox.get(block=block)
-            except queue.Empty:
-                return True
-            if message is None:
-                return False
-            message()
-            block = False
+    def _work(self) -> None:
+        """One step; then to the end of the compute thread's queue, so that others get their turn."""
+        while self._inbox:
+            self._inbox.popleft()()
+        try:
+            with torch.inference_mode():
+                self._step()
+        except Exception as error:
+            log.exception("the engine failed a step; its %d running requests fail", len(self._running))
+            for running in list(self._running):
+                self._fail(running, RequestError(f"the engine failed: {error}"), error)
+                self._end(running)
+        with self._lock:
+            has_work = bool(self._running or self._waiting or self._commands or self._inbox)
+            self._scheduled = has_work and not self._closed
+            if self._scheduled:
+                self._compute.submit(self._work)
 
     def _step(self) -> None:
         for gone in [r for r in self._running if r.future.cancelled()]:

@@ -1,7 +1,8 @@
 """Who holds the model in this kernel, and in which thread does what run?
 
-The event loop only waits. The engine's own thread samples, one trainer thread trains; weights go
-from one to the other between requests.
+The event loop only waits. One compute thread loads, samples and trains: OpenMP keeps a pool of
+threads for each thread that ever ran a parallel kernel, and lets them all sleep at every barrier as
+soon as there are more of them than cores, which costs a third of the speed.
 """
 
 from __future__ import annotations
@@ -61,33 +62,41 @@ class LocalBackend:
         checkpoint: Callable[[str], Path] | None = None,
         seed: int = 0,
     ) -> None:
-        transformers = require("transformers", extra="cpu", why="to run a model in this kernel")
+        require("transformers", extra="cpu", why="to run a model in this kernel")
         require("peft", extra="cpu", why="to train an adapter")
-        attention.register()
         _tune_malloc()
         self.base_model = base_name or str(base)
         self.lora = lora
         self.dtype = _dtype(dtype)
         self.checkpoint = checkpoint
+        self._version = 0
+        self._closed = False
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="artnb-compute")
+        try:
+            self._compute.submit(self._load, base, dict(engine_kwargs or {}), seed).result()
+        except BaseException:
+            self._compute.shutdown()
+            raise
+
+    def _load(self, base: str | Path, engine_kwargs: dict[str, Any], seed: int) -> None:
+        import transformers
+
+        attention.register()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
-        config = transformers.AutoConfig.from_pretrained(base)
-        attention.check_supported(config)
+        attention.check_supported(transformers.AutoConfig.from_pretrained(base))
         model = transformers.AutoModelForCausalLM.from_pretrained(
             base, dtype=self.dtype, attn_implementation=attention.NAME
         )
         model.requires_grad_(False)
         try:
             self.engine = TorchEngine(
-                model, self.tokenizer, self._policy, seed=seed, **dict(engine_kwargs or {})
+                model, self.tokenizer, self._policy, self._compute, seed=seed, **engine_kwargs
             )
         except TypeError as error:
             raise ConfigurationError(f"engine_kwargs: {error}") from error
-        self.trainer = PeftTrainer(model, lora)
+        self.trainer = PeftTrainer(model, self.lora)
         self.max_context = self.engine.max_context
-        self._version = 0
         self._published = self._factors()
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="artnb-trainer")
-        self._closed = False
         probe = self.tokenizer(_PROBE, add_special_tokens=False).input_ids
         self._probe: list[int] = list(probe)[:64]
 
@@ -109,7 +118,7 @@ class LocalBackend:
         return folder
 
     def _policy(self, name: str) -> tuple[Weights, int]:
-        """Linear weights and version of a policy; runs on the engine thread."""
+        """Linear weights and version of a policy; runs on the compute thread."""
         layers = self.trainer.layers
         if name == "base":
             return self.trainer.base_weights(), -1
@@ -137,29 +146,29 @@ class LocalBackend:
             cancelled=cancelled,
         )
         try:
-            statistics, sizes = await self._in_trainer(work)
+            statistics, sizes = await self._in_compute(work)
         except asyncio.CancelledError:
             cancelled.set()  # the thread stops at the next micro-batch
             raise
         return {**summarize(statistics, config), **sizes}
 
     async def optim_step(self, config: TrainConfig) -> dict[str, float]:
-        return await self._in_trainer(partial(self.trainer.optim_step, config))
+        return await self._in_compute(partial(self.trainer.optim_step, config))
 
     async def snapshot(self) -> Any:
         """The trainer's state before a step, in memory; see ``restore``."""
-        return await self._in_trainer(self.trainer.snapshot)
+        return await self._in_compute(self.trainer.snapshot)
 
     async def restore(self, snapshot: Any) -> None:
         """Undo everything since ``snapshot``; what the engine serves is brought in line too."""
-        await self._in_trainer(partial(self.trainer.restore, snapshot))
+        await self._in_compute(partial(self.trainer.restore, snapshot))
         await self._engine_call(partial(self._serve_trained, self._version))
 
     async def publish_weights(self, policy_version: int) -> Publication:
         started = time.perf_counter()
         changed = await self._engine_call(partial(self._serve_trained, policy_version))
         engine = await self._engine_call(partial(self.engine.score, self._probe))
-        trainer = await self._in_trainer(partial(self.trainer.score, self._probe))
+        trainer = await self._in_compute(partial(self.trainer.score, self._probe))
         gap = (engine.float() - trainer.float()).abs()
         tolerance = _TOLERANCE[self.dtype]
         if not gap.mean() <= tolerance:
@@ -188,8 +197,8 @@ class LocalBackend:
             raise PublicationError(f"the engine does not hold what was published: {', '.join(wrong[:3])}")
         return changed
 
-    async def _in_trainer(self, work: Callable[[], T]) -> T:
-        return await asyncio.wrap_future(self._worker.submit(work))
+    async def _in_compute(self, work: Callable[[], T]) -> T:
+        return await asyncio.wrap_future(self._compute.submit(work))
 
     async def _engine_call(self, work: Callable[[], T]) -> T:
         return await asyncio.wrap_future(self.engine.call(work))
@@ -197,21 +206,21 @@ class LocalBackend:
     # ---- saving -------------------------------------------------------------------------------
 
     async def save(self, folder: Path) -> None:
-        await self._in_trainer(partial(self.trainer.save, folder))
+        await self._in_compute(partial(self.trainer.save, folder))
         version, internal, gauss = self.engine.random.getstate()
         record = {"policy_version": self._version, "engine_random": [version, list(internal), gauss]}
         (folder / "backend.json").write_text(json.dumps(record))
 
     async def load(self, folder: Path, *, policy_version: int) -> None:
         record = read_json(folder / "backend.json")
-        await self._in_trainer(partial(self.trainer.load, folder))
+        await self._in_compute(partial(self.trainer.load, folder))
         version, internal, gauss = record["engine_random"]
         self.engine.random.setstate((version, tuple(internal), gauss))
         await self.publish_weights(policy_version)
 
     async def load_adapter(self, folder: Path) -> None:
         """Start from another run's adapter, with a fresh optimizer, as this run's version 0."""
-        await self._in_trainer(partial(self.trainer.load, folder, optimizer=False))
+        await self._in_compute(partial(self.trainer.load, folder, optimizer=False))
         await self.publish_weights(0)
 
     def describe(self) -> dict[str, Any]:
@@ -241,8 +250,8 @@ class LocalBackend:
         if self._closed:
             return
         self._closed = True
-        await asyncio.to_thread(self.engine.close)
-        self._worker.shutdown(wait=True)
+        self.engine.close()
+        await asyncio.to_thread(self._compute.shutdown)
         del self.engine.model, self.engine.linears, self.engine.cache, self.trainer
         self._published = {}
 
@@ -272,7 +281,8 @@ def _tune_malloc() -> None:
     except (OSError, AttributeError):  # another C library, which has its own ways
         log.debug("mallopt is not available here")
         return
-    trim_threshold, top_pad, mmap_threshold = -1, -2, -3
+    trim_threshold, top_pad, mmap_threshold, arena_max = -1, -2, -3, -8
+    mallopt(arena_max, 1)  # other arenas are too small for large tensors
     mallopt(mmap_threshold, 1 << 30)
     mallopt(trim_threshold, (1 << 31) - 1)
     mallopt(top_pad, 64 << 20)
