@@ -9,7 +9,7 @@ attention interface can run a tree of shared prefixes (training) or a set of cac
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -67,8 +67,8 @@ def _attention(
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     # transformers hands over (1, heads, N, D) views of (1, N, heads, D) memory
-    flat = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]
-    output = plan.attend(module.layer_idx, *flat, scaling)  # type: ignore[arg-type]
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    output = plan.attend(cast(int, module.layer_idx), q, k, v, scaling)
     return output.unsqueeze(0), None
 
 
@@ -205,12 +205,13 @@ class _TreeAttention(torch.autograd.Function):
             grad = grad.permute(2, 0, 3, 1, 4).reshape(kv_heads, siblings.rows, -1, query.shape[-1])
             q = siblings.queries_of(query, kv_heads) * ctx.scaling
             k, v = siblings.rows_of(key), siblings.rows_of(value)
-            has_past = siblings.ancestors is not None
-            past_k = key[siblings.ancestors].transpose(0, 1) if has_past else None
-            past_v = value[siblings.ancestors].transpose(0, 1) if has_past else None
+            past_k = past_v = None
+            if siblings.ancestors is not None:
+                past_k = key[siblings.ancestors].transpose(0, 1)
+                past_v = value[siblings.ancestors].transpose(0, 1)
             p = siblings.probabilities(q, k, past_k)
             d_p = torch.matmul(grad, v.transpose(-1, -2)).to(p.dtype)
-            if has_past:
+            if past_v is not None:
                 shared = torch.matmul(grad.flatten(1, 2), past_v.transpose(-1, -2)).to(p.dtype)
                 d_p = torch.cat([shared.view(*d_p.shape[:3], -1), d_p], dim=-1)
             d_s = (p * (d_p - (p * d_p).sum(-1, keepdim=True))).to(q.dtype)
@@ -219,7 +220,7 @@ class _TreeAttention(torch.autograd.Function):
             d_q = torch.matmul(own_s, k)
             d_k = torch.matmul(own_s.transpose(-1, -2), q)
             d_v = torch.matmul(own_p.transpose(-1, -2), grad)
-            if has_past:
+            if past_k is not None:
                 span = past_k.shape[1]
                 past_p, past_s = (x[..., :span].flatten(1, 2) for x in (p, d_s))
                 d_q = d_q + torch.matmul(past_s, past_k).view_as(d_q)

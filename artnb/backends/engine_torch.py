@@ -7,13 +7,12 @@ the next turn.
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,36 +22,12 @@ import torch
 from artnb.backends import sampler
 from artnb.backends.attention import NAME, AttentionPlan
 from artnb.backends.base import SampleRequest, SampleResult
+from artnb.backends.decoder import Weights, make_decoder
 from artnb.backends.kv_cache import BatchPlan, Block, BlockPlan, KVCache, Slot
 from artnb.backends.prefixes import shared_prefixes
 from artnb.errors import NonFiniteLogits, PromptTooLong, RequestError
 
 log = logging.getLogger(__name__)
-Weights = Mapping[str, torch.Tensor]
-
-
-class PackedLinear(torch.nn.Module):
-    """A linear layer whose weight is kept in oneDNN's own order where the CPU has oneDNN."""
-
-    def __init__(self, source: torch.nn.Linear) -> None:
-        super().__init__()
-        self.bias = source.bias
-        self.packs = source.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self.weight: torch.Tensor
-        self.load(source.weight)
-
-    def load(self, weight: torch.Tensor) -> None:
-        weight = weight.detach()
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, 64) if self.packs else weight
-
-    def plain(self) -> torch.Tensor:
-        """The weight in ordinary row-major order."""
-        return self.weight.to_dense() if self.packs else self.weight
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.packs:
-            return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return torch.nn.functional.linear(x, self.weight, self.bias)
 
 
 @dataclass
@@ -93,10 +68,8 @@ class TorchEngine:
         kv_bytes: int = 3 << 30,
         seed: int = 0,
     ) -> None:
-        shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
-        self.model = copy.deepcopy(model, shared).eval()
-        self.linears = _pack_linears(self.model)
-        config = self.model.config.get_text_config()
+        self.decoder = make_decoder(model)
+        config = model.config.get_text_config()
         assert config._attn_implementation == NAME
         self.max_context = int(config.max_position_embeddings)
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -104,7 +77,7 @@ class TorchEngine:
             config.num_hidden_layers,
             getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
             head_dim,
-            self.model.dtype,
+            model.dtype,
             slots=max_running,
             budget_bytes=kv_bytes,
         )
@@ -177,10 +150,7 @@ class TorchEngine:
 
     def load(self, weights: Weights, policy: str, version: int) -> bool:
         """Serve these linear weights; drops every cached key. True when any of them changed."""
-        changed = False
-        for name, weight in weights.items():
-            changed |= not torch.equal(self.linears[name].plain(), weight)
-            self.linears[name].load(weight)
+        changed = self.decoder.load(weights)
         self.cache.clear()
         self._recent.clear()
         self.served, self.version = policy, version
@@ -191,7 +161,7 @@ class TorchEngine:
         block = Block(tuple(ids))
         with torch.inference_mode():
             hidden = self._forward(list(ids), torch.arange(len(ids)), BlockPlan(block, 0))
-            logprobs = self.model.get_output_embeddings()(hidden[:-1]).float().log_softmax(-1)
+            logprobs = self.decoder.logits(hidden[:-1]).float().log_softmax(-1)
             return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
     def _work(self) -> None:
@@ -223,7 +193,7 @@ class TorchEngine:
         if not self._running:
             return
         batch, budget = [], self.prefill_tokens
-        for running in sorted(self._running, key=lambda r: len(r.pending)):
+        for running in sorted(self._running, key=_by_work):
             tokens = running.pending[: max(1, budget)]
             budget -= len(tokens)
             batch.append((running, tokens))
@@ -243,11 +213,7 @@ class TorchEngine:
             self._sample([batch[i][0] for i in ready], hidden[ends[ready]])
 
     def _forward(self, ids: list[int], positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
-        decoder = self.model.get_decoder()
-        output = decoder(
-            input_ids=torch.tensor([ids]), position_ids=positions[None], use_cache=False, plan=plan
-        )
-        return output.last_hidden_state[0]
+        return self.decoder.forward(torch.tensor(ids), positions, plan)
 
     # ---- admission --------------------------------------------------------------------------
 
@@ -350,7 +316,7 @@ class TorchEngine:
     # ---- sampling ---------------------------------------------------------------------------
 
     def _sample(self, ready: list[_Running], hidden: torch.Tensor) -> None:
-        logits = self.model.get_output_embeddings()(hidden).float()
+        logits = self.decoder.logits(hidden).float()
         finite = torch.isfinite(logits).all(-1).tolist()
         for running, good in zip(list(ready), finite, strict=True):
             if not good:
@@ -414,11 +380,6 @@ class TorchEngine:
         self.cache.release(running.slot, forget=False)
 
 
-def _pack_linears(model: torch.nn.Module) -> dict[str, PackedLinear]:
-    packed: dict[str, PackedLinear] = {}
-    for name, module in list(model.named_modules()):
-        if isinstance(module, torch.nn.Linear):
-            packed[name] = PackedLinear(module)
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, packed[name])
-    return packed
+def _by_work(running: _Running) -> tuple[int, int]:
+    """Decoding rows first, in the order of their slots."""
+    return len(running.pending), running.slot.row if running.slot else 0

@@ -240,6 +240,7 @@ class _Part:
         self.in_place = self.width == 1 and len(rows) >= 0.6 * high
         self.count = high if self.in_place else len(rows)
         self.at = slot_rows if self.in_place else torch.arange(len(rows))
+        self.start, self.has_absent = start, self.count > len(rows)
         self.slot_rows = slot_rows
         columns = torch.arange(self.width)
         within = torch.minimum(columns, lengths[:, None] - 1)  # padding repeats the last token
@@ -256,45 +257,68 @@ class _Part:
                 members.setdefault(id(slot.block), []).append(int(self.at[number]))
                 blocks[id(slot.block)] = slot.block
         self.blocks = [(blocks[i], torch.tensor(numbers)) for i, numbers in members.items()]
+        self.one_block = len(blocks) == 1 and len(self.blocks[0][1]) == len(rows)
+        """All rows share one block, so that absent ones may be scored with it too."""
         self.widest_block = max((len(b.tokens) for b in blocks.values()), default=0)
 
     def attend(
         self, layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         kv_heads, head_dim = keys.shape[1], keys.shape[-1]
-        rows = query[self.index].view(len(self.at), self.width, kv_heads, -1, head_dim)
-        rows = rows.permute(0, 2, 3, 1, 4).reshape(len(self.at), kv_heads, -1, head_dim)  # (B, KV, G*W, D)
-        if self.in_place:
-            q = rows.new_zeros(self.count, *rows.shape[1:])
-            q[self.at] = rows
-            k, v = keys[: self.count, :, : self.span], values[: self.count, :, : self.span]
+        # (B, KV, G*W, D): query heads that share a key head side by side
+        if self.width == 1:
+            q = query[self.start : self.start + len(self.at)].view(len(self.at), kv_heads, -1, head_dim)
         else:
-            q = rows
+            q = query[self.index].view(len(self.at), self.width, kv_heads, -1, head_dim)
+            q = q.permute(0, 2, 3, 1, 4).reshape(len(self.at), kv_heads, -1, head_dim)
+        if not self.in_place:
             k, v = keys[self.slot_rows, :, : self.span], values[self.slot_rows, :, : self.span]
-        own = torch.matmul(q, k.transpose(-1, -2)).float()
-        own = own.view(self.count, kv_heads, -1, self.width, self.span) + self.bias
-        own = own.view(self.count, kv_heads, -1, self.span)
-        if self.blocks:
-            out = self._with_blocks(layer, q, own, v)
         else:
-            out = torch.matmul(own.softmax(-1).to(v.dtype), v)
-        out = out[self.at].view(len(self.at), kv_heads, -1, self.width, head_dim).permute(0, 3, 1, 2, 4)
+            k, v = keys[: self.count, :, : self.span], values[: self.count, :, : self.span]
+            if self.has_absent:
+                q = q.new_zeros(self.count, *q.shape[1:]).index_copy_(0, self.at, q)
+        own = torch.matmul(q, k.transpose(-1, -2))
+        scores = torch.empty(*own.shape[:3], self.widest_block + self.span)
+        torch.add(
+            own.view(self.count, kv_heads, -1, self.width, self.span),
+            self.bias,
+            out=scores[..., self.widest_block :].view(self.count, kv_heads, -1, self.width, self.span),
+        )
+        if self.blocks:
+            self._score_blocks(layer, q, scores[..., : self.widest_block])
+        p = scores.softmax(-1).to(v.dtype)
+        out = torch.matmul(p[..., self.widest_block :], v)
+        if self.blocks:
+            self._add_blocks(layer, p, out)
+        if self.in_place and self.has_absent:
+            out = out[self.at]
+        if self.width == 1:
+            return out.reshape(len(self.at), -1, head_dim)
+        out = out.view(len(self.at), kv_heads, -1, self.width, head_dim).permute(0, 3, 1, 2, 4)
         return out.reshape(len(self.at) * self.width, -1, head_dim)[self.real]
 
-    def _with_blocks(self, layer: int, q: torch.Tensor, own: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        shared = torch.full((*own.shape[:3], self.widest_block), float("-inf"))
+    def _score_blocks(self, layer: int, q: torch.Tensor, scores: torch.Tensor) -> None:
+        if not self.one_block:
+            scores.fill_(float("-inf"))
         for block, numbers in self.blocks:
-            members = q[numbers].transpose(0, 1)  # (KV, M, G*W, D)
-            scores = torch.matmul(members.flatten(1, 2), block.keys[layer].transpose(-1, -2))
-            scores = scores.view(*members.shape[:3], -1).transpose(0, 1).float()
-            shared[numbers, :, :, : scores.shape[-1]] = scores
-        p = torch.cat([shared, own], dim=-1).softmax(-1).to(v.dtype)
-        out = torch.matmul(p[..., self.widest_block :], v)
+            members = (q if self.one_block else q[numbers]).transpose(0, 1)  # (KV, M, G*W, D)
+            found = torch.matmul(members.flatten(1, 2), block.keys[layer].transpose(-1, -2))
+            found = found.view(*members.shape[:3], -1).transpose(0, 1)
+            if self.one_block:
+                scores.copy_(found)
+            else:
+                scores[numbers, :, :, : found.shape[-1]] = found.float()
+
+    def _add_blocks(self, layer: int, p: torch.Tensor, out: torch.Tensor) -> None:
         for block, numbers in self.blocks:
-            weights = p[numbers, :, :, : len(block.tokens)].transpose(0, 1)
+            span = len(block.tokens)
+            weights = (p[..., :span] if self.one_block else p[numbers, :, :, :span]).transpose(0, 1)
             part = torch.matmul(weights.flatten(1, 2), block.values[layer])
-            out[numbers] += part.view(*weights.shape[:3], -1).transpose(0, 1)
-        return out
+            part = part.view(*weights.shape[:3], -1).transpose(0, 1)
+            if self.one_block:
+                out += part
+            else:
+                out[numbers] += part
 
 
 class BlockPlan:

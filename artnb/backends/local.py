@@ -25,7 +25,8 @@ import torch
 
 from artnb.backends import attention
 from artnb.backends.base import Publication, SampleRequest, SampleResult
-from artnb.backends.engine_torch import TorchEngine, Weights
+from artnb.backends.decoder import Weights
+from artnb.backends.engine_torch import TorchEngine
 from artnb.backends.trainer_peft import PeftTrainer, read_json
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import CheckpointError, ConfigurationError, PublicationError, require
@@ -192,8 +193,7 @@ class LocalBackend:
         """Load the trainer's effective weights into the engine and compare them bit by bit."""
         weights = self.trainer.merged_weights()
         changed = self.engine.load(weights, "current", version)
-        wrong = [n for n, w in weights.items() if not torch.equal(self.engine.linears[n].plain(), w)]
-        if wrong:
+        if wrong := self.engine.decoder.holds(weights):
             raise PublicationError(f"the engine does not hold what was published: {', '.join(wrong[:3])}")
         return changed
 
@@ -252,7 +252,7 @@ class LocalBackend:
         self._closed = True
         self.engine.close()
         await asyncio.to_thread(self._compute.shutdown)
-        del self.engine.model, self.engine.linears, self.engine.cache, self.trainer
+        del self.engine.decoder, self.engine.cache, self.trainer
         self._published = {}
 
 

@@ -68,7 +68,7 @@ class MergedLora:
         change of the stored weight: equal where rounding to the model's dtype lost none of it."""
         update = (self.b @ self.a).mul_(self.scale)
         self.merged.copy_(self.base + update)
-        stored = self.merged.to(update.dtype).sub_(self.base)
+        stored = self.merged.to(update.dtype) - self.base
         return float(update.square().sum()), float(stored.mul_(update).sum())
 
     def merged_with(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 MIN_SAVED = 48
@@ -38,7 +39,7 @@ def shared_prefixes(prompts: Sequence[tuple[int, ...]], known: Sequence[int]) ->
     order = sorted(range(len(prompts)), key=prompts.__getitem__)
     ranked = [prompts[i][:-1] for i in order]
     base = [known[i] for i in order]
-    with_next = [common_length(a, b) for a, b in zip(ranked, ranked[1:], strict=False)]
+    with_next = [common_length(a, b) for a, b in itertools.pairwise(ranked)]
     saved, chosen = _best(ranked, base, with_next, 0, len(ranked))
     return chosen if saved > 0 else []
 
@@ -54,7 +55,7 @@ def _best(
     cuts = [low, *(i + 1 for i in range(low, high - 1) if with_next[i] == depth), high]
     below, nested = 0, []
     if len(cuts) - 1 < high - low:  # some child has two members or more
-        for a, b in zip(cuts, cuts[1:], strict=False):
+        for a, b in itertools.pairwise(cuts):
             saved, chosen = _best(prompts, known, with_next, a, b)
             below += saved
             nested += chosen

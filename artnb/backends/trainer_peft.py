@@ -32,7 +32,11 @@ class PeftTrainer:
 
         targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
         peft_config = peft.LoraConfig(
-            r=lora.rank, lora_alpha=lora.alpha, target_modules=targets, lora_dropout=0.0, bias="none"
+            r=lora.rank,
+            lora_alpha=lora.alpha,  # type: ignore[arg-type]  # peft takes floats too
+            target_modules=targets,
+            lora_dropout=0.0,
+            bias="none",
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(lora.seed)
@@ -97,7 +101,7 @@ class PeftTrainer:
             input_ids=self._tensor(batch.ids_N)[None],
             position_ids=self._tensor(batch.positions_N)[None],
             use_cache=False,
-            plan=TreePlan([tuple(s) for s in batch.segments]),
+            plan=TreePlan(batch.segments),
         )
         return sampled_logprobs(
             output.last_hidden_state[0][self._tensor(batch.source_S)],
@@ -140,9 +144,7 @@ class PeftTrainer:
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm)
         if not torch.isfinite(norm):
             self.optimizer.zero_grad(set_to_none=True)
-            raise FloatingPointError(
-                f"the gradient's norm is {norm.item()}; the update was not applied and the policy is unchanged"
-            )
+            raise FloatingPointError(f"the gradient's norm is {norm.item()}; the update was not applied")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.merge()
