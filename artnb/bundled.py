@@ -98,15 +98,19 @@ def _convert(gguf: Path, target: Path) -> None:
     torch = require("torch", extra="cpu", why="to load a model")
     transformers = require("transformers", extra="cpu", why="to load a model")
     require("gguf", extra="cpu", why="to read the bundled model")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, dtype=torch.float32
-    )
+    from artnb.backends.quiet import without_bars
+
+    with without_bars():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, dtype=torch.float32
+        )
     model = model.to(torch.bfloat16)
     # The weights are plain now, but transformers still thinks of the file that they came from.
     del model.config.quantization_config
     model.hf_quantizer, model.is_quantized, model.quantization_method = None, False, None
     model.config.name_or_path = BUNDLED
-    model.save_pretrained(target)
+    with without_bars():
+        model.save_pretrained(target)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     # The GGUF's tokenizer says that <|im_start|> ends a turn and has no padding; the model's own
     # configuration is right: both are <|im_end|>.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -27,6 +28,7 @@ from artnb.types import Message, Turn
 __all__ = ["ChatApp", "ChatError", "Reply"]
 
 _log = logging.getLogger(__name__)
+_CHECKPOINT = re.compile(r"step_\d{6,}")
 _PIECE = 32
 """Characters of content in one streamed chunk."""
 
@@ -172,7 +174,7 @@ class ChatApp:
 
     def _policy(self, name: str) -> str:
         base, _, policy = name.partition("@")
-        if base == self.model_name and (policy in ("", "base") or policy.startswith("step_")):
+        if base == self.model_name and (policy in ("", "base") or _CHECKPOINT.fullmatch(policy)):
             return policy or "current"
         raise self._unknown_model(name)
 

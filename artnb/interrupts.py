@@ -12,9 +12,11 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 HEARTBEAT_SECONDS = 0.1
 
@@ -22,7 +24,7 @@ HEARTBEAT_SECONDS = 0.1
 class Watch:
     """One primitive that wants to hear of an interrupt."""
 
-    def __init__(self, callback: Callable[[], None]) -> None:
+    def __init__(self, callback: Callable[[], object]) -> None:
         self.interrupted = False
         """True once ■ was pressed, also when the callback has not run yet."""
         self._callback = callback
@@ -52,7 +54,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 
 @contextlib.asynccontextmanager
-async def watching(callback: Callable[[], None]) -> AsyncIterator[Watch]:
+async def watching(callback: Callable[[], object]) -> AsyncIterator[Watch]:
     """Call ``callback`` in this event loop when the user interrupts; see ``Watch.interrupted`` at the end."""
     watch = Watch(callback)
     _watches.append(watch)
@@ -90,3 +92,19 @@ def _uninstall() -> None:
 async def _beat() -> None:
     while True:
         await asyncio.sleep(HEARTBEAT_SECONDS)
+
+
+async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Await work that must not be cut short; a cancellation is raised once it has ended."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # the cancellation is what the caller hears of
+        raise cancelled
+    return task.result()

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from artnb.bundled import BUNDLED, bundled_model
 from artnb.chat import ChatApp
 from artnb.client import async_client, sync_client
 from artnb.config import LoraConfig, SamplingConfig
-from artnb.errors import CheckpointError, ConfigurationError
+from artnb.errors import CheckpointError, ConfigurationError, RunMismatch
 from artnb.rendering import make_renderer
 from artnb.store import Run
+from artnb.store.folder import RunFolder, differences, run_path
+from artnb.store.owner import refuse_if_in_use
+from artnb.ui.display import Live
+from artnb.ui.html import esc
+from artnb.ui.snapshot import seconds_text
 
 if TYPE_CHECKING:
     import openai
@@ -43,9 +50,12 @@ class Model:
     Raises RunInUse, RunMismatch, CheckpointError, MissingDependency, ConfigurationError.
     """
 
+    _given: dict[str, Any] | None = None
+    """What this model was made with; None before and after it is open."""
+
     def __new__(cls, *args: Any, **options: Any) -> Model:
         given = _given(args, options)
-        live = _live.get((Path(given["root"]) / given["run"]).absolute())
+        live = _live.get(run_path(given["run"], given["root"]))
         if live is not None:
             if live._given == given:
                 return live
@@ -69,20 +79,27 @@ class Model:
         seed: int = 0,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        if getattr(self, "_given", None) == given:
+        if self._given == given:
             return  # __new__ found the live model
         if keep_checkpoints < 1:
             raise ConfigurationError(f"keep_checkpoints must be >= 1, got {keep_checkpoints}")
         self.sampling = sampling or SamplingConfig()
         self.keep_checkpoints = keep_checkpoints
         self._servers: list[Server] = []
-        self.backend = backend or self._load(base, lora or LoraConfig(), dtype, engine_kwargs, seed)
+        if backend is None:
+            if not takeover:
+                refuse_if_in_use(run_path(run, root))  # before anything slow starts
+            backend = self._load(base, lora or LoraConfig(), dtype, engine_kwargs, seed)
+        self.backend = backend
         opened: Run | None = None
         try:
-            identity = self.backend.describe().get("identity")
+            identity = self.backend.describe()["identity"]
+            source = self._initialise(init_from, run_path(run, root), identity)
             self.run = opened = Run.open(run, root, identity=identity, takeover=takeover)
             self.name = self.run.name
-            self._resume(init_from, Path(root))
+            self._resume()
+            if source is not None:
+                self.run.record_event("initialised", source=str(source))
             renderer = make_renderer(self.backend.tokenizer, self.backend.base_model)
             self.app = ChatApp(self.backend, renderer, model_name=self.name, sampling=self.sampling)
         except BaseException:
@@ -91,7 +108,7 @@ class Model:
             _blocking(self.backend.close())
             raise
         self._given = given
-        _live[self.run.path.absolute()] = self
+        _live[self.run.path] = self
 
     def _load(
         self,
@@ -101,33 +118,48 @@ class Model:
         engine_kwargs: Mapping[str, Any] | None,
         seed: int,
     ) -> Any:
+        name = BUNDLED if base is None else str(base)
+        started, live = time.monotonic(), Live()
+        live.update(f"Loading {esc(name)} ...", f"Loading {name} ...")
         from artnb.backends.local import LocalBackend
-        from artnb.bundled import BUNDLED, bundled_model
 
-        return LocalBackend(
+        loaded = LocalBackend(
             bundled_model() if base is None else base,
             lora,
-            base_name=BUNDLED if base is None else str(base),
+            base_name=name,
             dtype=dtype,
             engine_kwargs=engine_kwargs,
             checkpoint=self._checkpoint_folder,
             seed=seed,
         )
+        done = f"Loaded {name} in {seconds_text(time.monotonic() - started)}"
+        live.finish(esc(done), done)
+        return loaded
 
     def _checkpoint_folder(self, name: str) -> Path:
         return self.run.path / "checkpoints" / name
 
-    def _resume(self, init_from: str | Path | None, root: Path) -> None:
+    def _initialise(
+        self, init_from: str | Path | None, path: Path, identity: Mapping[str, Any]
+    ) -> Path | None:
+        """Take over another run's adapter, unless this run has a checkpoint of its own to go on from."""
+        if init_from is None or RunFolder(path).latest_checkpoint() is not None:
+            return None
+        folder = _adapter_folder(init_from, path.parent, identity)
+        _blocking(self.backend.load_adapter(folder))
+        return folder
+
+    def _resume(self) -> None:
         latest = self.run.latest_checkpoint()
-        if latest is not None:
-            latest.verify()
-            _blocking(self.backend.load(latest.path, policy_version=latest.state["policy_version"]))
-        elif init_from is not None:
-            if not hasattr(self.backend, "load_adapter"):
-                raise ConfigurationError(f"init_from: {type(self.backend).__name__} cannot load an adapter")
-            folder = _adapter_folder(init_from, root)
-            _blocking(self.backend.load_adapter(folder))
-            self.run.record_event("initialised", source=str(folder))
+        if latest is None:
+            return
+        latest.verify()
+        version = latest.state.get("policy_version")
+        if not isinstance(version, int):
+            raise CheckpointError(
+                f"{latest.path} does not say its policy version: train_step did not write it"
+            )
+        _blocking(self.backend.load(latest.path, policy_version=version))
 
     # ---- what a cell uses -----------------------------------------------------------------------
 
@@ -167,9 +199,11 @@ class Model:
         for server in self._servers:
             server.close()
         self._servers.clear()
+        if "sync_client" in self.__dict__:
+            self.sync_client.close()  # its thread ends
         self._given = None
-        if _live.get(self.run.path.absolute()) is self:
-            del _live[self.run.path.absolute()]
+        if _live.get(self.run.path) is self:
+            del _live[self.run.path]
         _blocking(self.backend.close())
         self.run.close()
 
@@ -180,6 +214,8 @@ class Model:
         self.close()
 
     def _facts(self) -> dict[str, Any]:
+        if self._given is None:
+            return {"run": str(self.run.path), "status": "closed"}
         about = self.backend.describe()
         facts = {
             "model": self.backend.base_model,
@@ -212,16 +248,20 @@ def _given(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
-def _adapter_folder(source: str | Path, root: Path) -> Path:
+def _adapter_folder(source: str | Path, root: Path, identity: Mapping[str, Any]) -> Path:
     """The checkpoint folder that ``init_from`` means: a folder, or a run's latest checkpoint."""
     folder = Path(source)
     if (folder / "adapter_model.safetensors").is_file():
         return folder
     for path in (folder, root / folder):
         if (path / "run.json").is_file():
-            latest = Run.read(path.name, path.parent).latest_checkpoint()
+            other = Run.read(path.name, path.parent)
+            latest = other.latest_checkpoint()
             if latest is None:
                 raise CheckpointError(f"init_from: run {path} has no checkpoint yet")
+            changed = differences(other.description().get("identity") or identity, identity)
+            if changed:
+                raise RunMismatch(f"init_from: run {path} was made with {'; '.join(changed)}")
             return latest.path
     raise CheckpointError(f"init_from: {source} is neither a run under {root} nor a folder with an adapter")
 

@@ -1,24 +1,27 @@
 """How do scored groups become a better policy? The whole idea on one page.
 
-groups -> advantages -> rows -> gradient -> update -> the engine serves it -> checkpoint -> metrics
+groups -> advantages -> rows -> gradient -> update -> the engine serves it -> checkpoint and metrics
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-import resource
 import statistics
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from artnb.batch import Rows, loss_denominator, minibatches, to_samples
 from artnb.config import TrainConfig
-from artnb.errors import ConfigurationError, Interrupted, NothingToTrain, StalePolicy
-from artnb.interrupts import watching
+from artnb.errors import ConfigurationError, NothingToTrain, StalePolicy
+from artnb.interrupts import to_its_end
+from artnb.step_metrics import describe_data, peak_memory, warnings_of
 from artnb.types import TrajectoryGroup
+from artnb.undo import whole_or_not_at_all
 
 
 @dataclass
@@ -32,6 +35,7 @@ class StepResult:
     dropped: dict[str, int] = field(default_factory=dict)
     """What was left out, by reason."""
     skipped: str | None = None
+    warnings: list[str] = field(default_factory=list)
 
     def __repr__(self) -> str:
         from artnb.ui.text import step_text
@@ -57,60 +61,52 @@ async def train_step(
 
     Step k samples from policy version k and publishes version k + 1. ``options`` change single fields
     of ``config``, for example ``learning_rate=1e-4``. The step happens as a whole or not at all: after
-    an error or ■ model and run stand where they stood. A step without anything to learn from is
-    recorded and returned with ``skipped``; the policy version stays. ``strict`` raises NothingToTrain
-    instead. ``allow_partial`` accepts what an interrupted ``gather`` returned.
+    an error or ■ model and run stand where they stood, and the cell can be run again on the same
+    groups. A step without anything to learn from is recorded and returned with ``skipped``; the policy
+    version stays. ``strict`` raises NothingToTrain instead. ``allow_partial`` accepts what an
+    interrupted ``gather`` returned.
 
-    Raises StalePolicy, NothingToTrain, Interrupted, PublicationError, ConfigurationError.
+    Raises StalePolicy, NothingToTrain, Interrupted, PublicationError, CheckpointError, ConfigurationError.
     """
-    config = (config or TrainConfig()).replace(**options)
     started = time.perf_counter()
+    config = (config or TrainConfig()).replace(**options)
+    model.run.check_writable()
     if getattr(groups, "status", "complete") != "complete" and not allow_partial:
         raise ConfigurationError(
             f"gather was {groups.status}: these groups are partial. Gather again, or pass allow_partial=True"  # type: ignore[attr-defined]
         )
-    step, version = model.run.step, model.policy_version
-    staleness = _check_staleness(groups, version, config.max_staleness)
-    rows = to_samples(groups, config, step=step)
-    metrics = _describe(groups, rows) | {"staleness": staleness}
-    skipped = None
-    if rows.samples:
-        metrics |= await _whole_or_not_at_all(model, rows, config, version + 1)
-    else:
-        reasons = ", ".join(f"{count} x {reason}" for reason, count in rows.dropped.items()) or "no groups"
-        skipped = f"nothing to learn from: {reasons}"
-        if strict:
-            raise NothingToTrain(skipped)
-    metrics["seconds_gather"] = getattr(groups, "seconds", 0.0)
-    metrics["seconds"] = time.perf_counter() - started
-    metrics["memory_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    result = StepResult(step, model.policy_version, metrics, rows.dropped, skipped)
-    about = {"policy_version": result.policy_version, "dropped": rows.dropped, "skipped": skipped}
-    model.run.append_metrics({"kind": "train", "step": step, **about, **metrics})
-    with model.run.writing_checkpoint(model.run.step, {"policy_version": result.policy_version}) as folder:
-        await model.backend.save(folder)
+    staleness = _check_staleness(groups, model.policy_version, config.max_staleness)
+    rows = to_samples(groups, config, step=model.run.step)
+    if strict and not rows.samples:
+        raise NothingToTrain(_why_nothing(rows))
+    metrics = describe_data(groups, rows) | {"staleness": staleness}
+    result = await whole_or_not_at_all(model.backend, partial(_step, model, rows, config, metrics, started))
     model.run.prune_checkpoints(model.keep_checkpoints)
+    for warning in result.warnings:
+        warnings.warn(warning, stacklevel=2)
     return result
 
 
-async def _whole_or_not_at_all(model: Any, rows: Rows, config: TrainConfig, version: int) -> dict[str, float]:
-    """Update and publish; whatever goes wrong or is interrupted on the way is undone."""
-    backend = model.backend
-    before = await backend.snapshot()
-    work = asyncio.create_task(_update(backend, rows, config, version))
-    async with watching(work.cancel) as watch:
-        try:
-            return await work
-        except BaseException as error:
-            work.cancel()
-            await asyncio.wait([work])
-            await backend.restore(before)
-            if watch.interrupted and isinstance(error, asyncio.CancelledError):
-                raise Interrupted(
-                    "train_step was interrupted: the policy is the one before this step. "
-                    "Run the cell again to train on the same groups."
-                ) from None
-            raise
+async def _step(
+    model: Any, rows: Rows, config: TrainConfig, metrics: dict[str, float], started: float
+) -> StepResult:
+    """Train, publish, and write it all down; until the run has moved on, everything can be undone."""
+    step, skipped = model.run.step, None if rows.samples else _why_nothing(rows)
+    if rows.samples:
+        metrics |= await _update(model.backend, rows, config, model.policy_version + 1)
+    metrics |= peak_memory()
+    result = StepResult(step, model.policy_version, metrics, rows.dropped, skipped, warnings_of(metrics))
+    state = {"policy_version": result.policy_version}
+    record = {**state, "dropped": rows.dropped, "skipped": skipped, "warnings": result.warnings, **metrics}
+    trained = time.perf_counter()
+    with model.run.finishing_step(record, state) as (folder, seal):
+        await to_its_end(model.backend.save(folder))
+        await to_its_end(asyncio.to_thread(seal))
+        now = time.perf_counter()
+        timing = {"seconds_checkpoint": now - trained, "seconds": now - started}
+        metrics |= timing
+        record |= timing
+    return result
 
 
 async def _update(backend: Any, rows: Rows, config: TrainConfig, version: int) -> dict[str, float]:
@@ -132,7 +128,7 @@ async def _update(backend: Any, rows: Rows, config: TrainConfig, version: int) -
         "updates": len(parts),
         "seconds_train": trained - started,
         "seconds_publish": proof.seconds,
-        "tokens_per_second_train": metrics["packed_tokens"] / (trained - started),
+        "tokens_per_second_train": metrics["packed_tokens"] / max(trained - started, 1e-9),
         "probe_gap_mean": proof.probe_mean,
         "probe_gap_max": proof.probe_max,
         "rounding_lost": proof.rounding_lost,
@@ -140,9 +136,19 @@ async def _update(backend: Any, rows: Rows, config: TrainConfig, version: int) -
     }
 
 
+def _why_nothing(rows: Rows) -> str:
+    reasons = ", ".join(f"{count} x {reason}" for reason, count in rows.dropped.items()) or "no groups"
+    return f"nothing to learn from: {reasons}"
+
+
 def _check_staleness(groups: Sequence[TrajectoryGroup], version: int, allowed: int) -> int:
     """The age of the oldest turn, in policy versions."""
     versions = {turn.policy_version for group in groups for t in group if t.is_scored for turn in t.turns}
+    if min(versions, default=0) < 0:
+        raise StalePolicy(
+            "these trajectories hold turns of the untrained base model, which the adapter cannot learn "
+            "from. Gather from the current policy; append another model's replies as plain messages."
+        )
     foreign = sorted(v for v in versions if not 0 <= version - v <= allowed)
     if foreign:
         raise StalePolicy(
@@ -151,37 +157,3 @@ def _check_staleness(groups: Sequence[TrajectoryGroup], version: int, allowed: i
             "larger max_staleness."
         )
     return max((version - v for v in versions), default=0)
-
-
-def _describe(groups: Sequence[TrajectoryGroup], rows: Rows) -> dict[str, float]:
-    """Rewards and sizes, known before anything is trained."""
-    trajectories = [t for group in groups for t in group]
-    rewards = [float(t.reward) for t in trajectories if t.is_scored and t.reward is not None]
-    advantages = [
-        a for s in rows.samples for a, own in zip(s.advantages_T, s.is_sampled_T, strict=True) if own
-    ]
-    turns = [turn for t in trajectories for turn in t.turns]
-    metrics: dict[str, float] = {
-        "groups": len(groups),
-        "trajectories": len(trajectories),
-        "failed": sum(t.error is not None for t in trajectories),
-        "samples": len(rows.samples),
-        "tokens": len(advantages),
-        "tokens_sampled": sum(len(turn.completion_ids) for turn in turns),
-        "truncated": statistics.fmean(t.finish_reason == "length" for t in turns) if turns else 0.0,
-        "rows_split": rows.notes["trajectories_split"],
-        "turns_truncated_support": rows.notes["turns_truncated_support"],
-    }
-    if rewards:
-        metrics |= {
-            "reward_mean": statistics.fmean(rewards),
-            "reward_std": statistics.pstdev(rewards),
-            "reward_min": min(rewards),
-            "reward_max": max(rewards),
-        }
-    if advantages:
-        metrics |= {
-            "advantage_mean": statistics.fmean(advantages),
-            "advantage_std": statistics.pstdev(advantages),
-        }
-    return metrics

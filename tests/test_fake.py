@@ -135,4 +135,27 @@ async def test_it_closes_twice():
     backend = FakeBackend()
     await backend.close()
     await backend.close()
-    assert backend.closed and backend.describe()["base_model"] == "fake"
+    assert backend.closed and backend.describe()["identity"]["base_model"] == "fake"
+
+
+async def test_it_goes_back_to_a_snapshot():
+    backend, config = FakeBackend(), TrainConfig()
+    before = await backend.snapshot()
+    await backend.forward_backward([row(1.0)], config, loss_denominator=1.0)
+    await backend.optim_step(config)
+    await backend.publish_weights(1)
+    await backend.forward_backward([row(1.0)], config, loss_denominator=1.0)
+    await backend.restore(before)
+    assert backend.policy_version == 0
+    assert (await backend.optim_step(config))["grad_norm"] == 0
+    assert not (await backend.publish_weights(1)).changed
+
+
+async def test_an_adapter_is_taken_over_as_version_zero(tmp_path):
+    backend = FakeBackend()
+    await backend.publish_weights(3)
+    await backend.save(tmp_path)
+    await backend.load_adapter(tmp_path)
+    assert backend.policy_version == 0
+    with pytest.raises(CheckpointError, match="no checkpoint"):
+        await backend.load_adapter(tmp_path / "nowhere")

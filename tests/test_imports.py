@@ -18,10 +18,11 @@ ENVIRONMENTS = ROOT / "environments" / "artnb_environments"
 PUBLIC = {
     # nouns
     *("Scenario", "Turn", "Trajectory", "TrajectoryGroup", "Groups", "History", "Failure"),
-    *("Model", "FakeBackend", "Evaluation", "Reward", "RewardTable"),
+    *("Model", "FakeBackend", "Run", "Environment", "Evaluation", "Reward", "RewardTable", "StepResult"),
     *("SamplingConfig", "LoraConfig", "TrainConfig"),
     # verbs
-    *("gather", "train_step", "evaluate", "evaluate_baseline", "last", "run", "report", "parameters"),
+    *("gather", "train_step", "evaluate", "evaluate_baseline", "compare", "last", "run", "report"),
+    *("parameters",),
     *("load_environment", "available_environments"),
     # errors
     *("ArtnbError", "MissingDependency", "ConfigurationError", "RequestError", "PromptTooLong"),
@@ -45,6 +46,7 @@ LAYERS = (
     ("chat_request", "chat", "client", "serve"),
     ("interrupts", "attempts", "gather_log", "rewards", "gather", "evaluate"),
     ("model",),
+    ("step_metrics", "undo"),
     ("train",),
     ("demo", "cli"),
 )

@@ -214,18 +214,19 @@ class _TreeAttention(torch.autograd.Function):
             if past_v is not None:
                 shared = torch.matmul(grad.flatten(1, 2), past_v.transpose(-1, -2)).to(p.dtype)
                 d_p = torch.cat([shared.view(*d_p.shape[:3], -1), d_p], dim=-1)
-            d_s = (p * (d_p - (p * d_p).sum(-1, keepdim=True))).to(q.dtype)
+            d_s = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype).to(q.dtype)
             p = p.to(q.dtype)
             own_p, own_s = p[..., -width:], d_s[..., -width:]
             d_q = torch.matmul(own_s, k)
-            d_k = torch.matmul(own_s.transpose(-1, -2), q)
-            d_v = torch.matmul(own_p.transpose(-1, -2), grad)
+            # the narrow factor is transposed: it is the cheaper one to rearrange
+            d_k = torch.matmul(q.transpose(-1, -2), own_s).transpose(-1, -2)
+            d_v = torch.matmul(grad.transpose(-1, -2), own_p).transpose(-1, -2)
             if past_k is not None:
                 span = past_k.shape[1]
                 past_p, past_s = (x[..., :span].flatten(1, 2) for x in (p, d_s))
                 d_q = d_q + torch.matmul(past_s, past_k).view_as(d_q)
-                d_past_k = torch.matmul(past_s.transpose(-1, -2), q.flatten(1, 2)).transpose(0, 1)
-                d_past_v = torch.matmul(past_p.transpose(-1, -2), grad.flatten(1, 2)).transpose(0, 1)
+                d_past_k = torch.matmul(q.flatten(1, 2).transpose(-1, -2), past_s).permute(2, 0, 1)
+                d_past_v = torch.matmul(grad.flatten(1, 2).transpose(-1, -2), past_p).permute(2, 0, 1)
                 d_key[siblings.ancestors] += d_past_k.to(accumulate)
                 d_value[siblings.ancestors] += d_past_v.to(accumulate)
             d_query[real] = siblings.flat_of(d_q) * ctx.scaling

@@ -1,4 +1,4 @@
-"""What a backend is: four verbs and three housekeeping ones; nothing above knows which it has."""
+"""What a backend is: four verbs, undo, saving and loading; nothing above knows which it has."""
 
 from __future__ import annotations
 
@@ -103,6 +103,14 @@ class Backend(Protocol):
         """Make the engine serve the trained weights under this version, and prove it."""
         ...
 
+    async def snapshot(self) -> Any:
+        """Policy, optimizer and version as they are now, held in memory for ``restore``."""
+        ...
+
+    async def restore(self, snapshot: Any) -> None:
+        """Undo every gradient, update and publication since ``snapshot`` was taken."""
+        ...
+
     async def save(self, folder: Path) -> None:
         """Write adapter, optimizer and RNG state as safetensors and JSON into an existing folder."""
         ...
@@ -111,9 +119,14 @@ class Backend(Protocol):
         """Restore what ``save`` wrote and serve it. Raises CheckpointError."""
         ...
 
+    async def load_adapter(self, folder: Path) -> None:
+        """Start from the policy of another run's checkpoint: a fresh optimizer, version 0. Raises
+        CheckpointError."""
+        ...
+
     def describe(self) -> dict[str, Any]:
-        """What must match for a run to be continued: base model, tokenizer, adapter shape; and
-        facts worth recording: dtype, device, engine."""
+        """Facts worth recording: dtype, device, engine; and under ``identity`` what must match for a
+        run to be continued: base model, tokenizer, adapter shape."""
         ...
 
     async def close(self) -> None:

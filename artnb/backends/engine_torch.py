@@ -8,6 +8,7 @@ the next turn.
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -25,12 +26,12 @@ from artnb.backends.base import SampleRequest, SampleResult
 from artnb.backends.decoder import Weights, make_decoder
 from artnb.backends.kv_cache import BatchPlan, Block, BlockPlan, KVCache, Slot
 from artnb.backends.prefixes import shared_prefixes
-from artnb.errors import NonFiniteLogits, PromptTooLong, RequestError
+from artnb.errors import ConfigurationError, NonFiniteLogits, PromptTooLong, RequestError
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Running:
     request: SampleRequest
     future: Future[SampleResult]
@@ -68,6 +69,10 @@ class TorchEngine:
         kv_bytes: int = 3 << 30,
         seed: int = 0,
     ) -> None:
+        sizes = {"max_running": max_running, "prefill_tokens": prefill_tokens, "kv_bytes": kv_bytes}
+        for name, size in sizes.items():
+            if size < 1:
+                raise ConfigurationError(f"{name} must be >= 1, got {size}")
         self.decoder = make_decoder(model)
         config = model.config.get_text_config()
         assert config._attn_implementation == NAME
@@ -92,7 +97,7 @@ class TorchEngine:
         self._running: list[_Running] = []
         self._inbox: deque[Callable[[], None]] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=64)
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._compute = compute
         self._lock = threading.Lock()
         self._scheduled = False
@@ -120,22 +125,16 @@ class TorchEngine:
     def call(self, function: Callable[[], Any]) -> Future[Any]:
         """Run a function on the compute thread once no request is running, before any waiting one."""
         future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        self._post(lambda: self._commands.append(run))
+        self._post(lambda: self._commands.append((future, function)))
         return future
 
     def close(self) -> None:
         """Take no more requests; waiting and running ones are cancelled. Idempotent."""
         with self._lock:
             self._closed = True
-        for running in (*self._running, *self._waiting):
-            running.future.cancel()
+            if self._scheduled:
+                return  # the compute thread cancels them at the end of its step
+        self._cancel_all()
 
     def _post(self, message: Callable[[], None]) -> None:
         with self._lock:
@@ -150,6 +149,7 @@ class TorchEngine:
 
     def load(self, weights: Weights, policy: str, version: int) -> bool:
         """Serve these linear weights; drops every cached key. True when any of them changed."""
+        self.served = ""  # should an exchange stop half way, the next request loads its policy anew
         changed = self.decoder.load(weights)
         self.cache.clear()
         self._recent.clear()
@@ -170,36 +170,55 @@ class TorchEngine:
             self._inbox.popleft()()
         try:
             with torch.inference_mode():
-                self._step()
+                if not self._closed:
+                    self._step()
         except Exception as error:
             log.exception("the engine failed a step; its %d running requests fail", len(self._running))
             for running in list(self._running):
                 self._fail(running, RequestError(f"the engine failed: {error}"), error)
-                self._end(running)
+                self._end(running, keep=False)
         with self._lock:
             has_work = bool(self._running or self._waiting or self._commands or self._inbox)
             self._scheduled = has_work and not self._closed
             if self._scheduled:
                 self._compute.submit(self._work)
+        if self._closed:
+            self._cancel_all()
+
+    def _cancel_all(self) -> None:
+        """After close, when no step is under way nor will be."""
+        while self._inbox:
+            self._inbox.popleft()()
+        futures = [r.future for r in (*self._running, *self._waiting)] + [f for f, _ in self._commands]
+        for pending in (self._running, self._waiting, self._commands):
+            pending.clear()
+        for future in futures:
+            future.cancel()
 
     def _step(self) -> None:
         for gone in [r for r in self._running if r.future.cancelled()]:
-            self._end(gone)
-        if self._commands and not self._running:
-            self._commands.popleft()()
+            self._end(gone, keep=bool(gone.ids))
+        # a request that lost its slot half way goes on under the policy it began with
+        paused = any(r.ids for r in self._waiting)
+        if self._commands and not self._running and not paused:
+            _obey(*self._commands.popleft())
             return
-        if not self._commands:
-            self._admit()
+        if paused or not self._commands:
+            self._admit(only_paused=bool(self._commands))
         if not self._running:
             return
         batch, budget = [], self.prefill_tokens
-        for running in sorted(self._running, key=_by_work):
+        for running in sorted(self._running, key=lambda r: len(r.pending)):
             tokens = running.pending[: max(1, budget)]
             budget -= len(tokens)
             batch.append((running, tokens))
             if budget <= 0:
                 break
         self._make_room(max(len(r.slot.tokens) + len(t) for r, t in batch if r.slot))
+        # making room takes slots away and moves others; a budget used up may leave a prompt one token
+        batch = sorted(((r, t) for r, t in batch if r.slot), key=_by_slot)
+        if not batch:
+            return
         for running, tokens in batch:
             assert running.slot is not None
             running.slot.tokens += tokens
@@ -217,7 +236,7 @@ class TorchEngine:
 
     # ---- admission --------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit(self, *, only_paused: bool) -> None:
         self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
         if not self._waiting:
             return
@@ -232,26 +251,26 @@ class TorchEngine:
                     self._fail(running, RequestError(f"policy {policy!r} cannot be served: {error}"), error)
                 return
         free = len(self.cache.slots) - len(self._running)
-        candidates = [r for r in self._waiting if r.policy == self.served][:free]
+        served = [r for r in self._waiting if r.policy == self.served]
+        candidates = [r for r in served if r.ids or not only_paused][:free]
         if not candidates:
             return
+        taken = {id(r) for r in candidates}
+        self._waiting = deque(r for r in self._waiting if id(r) not in taken)
+        self._running += candidates
         self._share_prefixes(candidates)
         idle = self.cache.idle_by_sequence()
         lengths = sorted({len(tokens) for tokens in idle}, reverse=True)
         now = time.time()
         for running in candidates:
             prompt = running.request.prompt_ids
-            running.slot = self._reuse(prompt, idle, lengths) or self.cache.take(
-                self.cache.find_block(prompt)
-            )
-            running.pending = list(prompt[running.slot.length :])
-            running.started = now
+            known = (*prompt, *running.ids)
+            running.slot = self._reuse(known, idle, lengths) or self.cache.take(self.cache.find_block(known))
+            running.pending = list(known[running.slot.length :])
+            running.started = running.started or now
             self._recent.append(prompt)
-            self.counters["prompt_tokens"] += len(prompt)
+            self.counters["prompt_tokens"] += len(known)
             self.counters["computed_prompt_tokens"] += len(running.pending)
-        taken = {id(r) for r in candidates}
-        self._waiting = deque(r for r in self._waiting if id(r) not in taken)
-        self._running += candidates
         self.cache.compact()
 
     def _reuse(
@@ -279,6 +298,8 @@ class TorchEngine:
         blocks = [self.cache.find_block(p) for p in prompts]
         known = [len(b.tokens) if b else 0 for b in blocks]
         for tokens in shared_prefixes(prompts, known):
+            if not any(prompt[: len(tokens)] == tokens for prompt in fresh):
+                continue  # only earlier prompts share it
             parent = self.cache.find_block((*tokens, -1))
             if parent is None or len(parent.tokens) < len(tokens):
                 self._compute_block(tokens, parent)
@@ -304,42 +325,37 @@ class TorchEngine:
             capacity *= 2
         capacity = min(capacity, max(tokens, self.cache.max_tokens))
         while self.cache.slots_at(capacity) < len(self._running):
-            # longer sequences leave fewer slots: the newest ones start again later
+            # longer sequences leave fewer slots: the newest ones go on later
             last = max(self._running, key=lambda r: r.started)
             self._running.remove(last)
             assert last.slot is not None
             self.cache.release(last.slot, forget=True)
-            last.slot, last.pending = None, [*last.request.prompt_ids, *last.ids]
+            last.slot = None
             self._waiting.appendleft(last)
         self.cache.resize(capacity)
 
     # ---- sampling ---------------------------------------------------------------------------
 
     def _sample(self, ready: list[_Running], hidden: torch.Tensor) -> None:
-        logits = self.decoder.logits(hidden).float()
-        finite = torch.isfinite(logits).all(-1).tolist()
-        for running, good in zip(list(ready), finite, strict=True):
-            if not good:
+        samplings = [r.request.sampling for r in ready]
+        uniform = [r.random.random() for r in ready]
+        drawn = sampler.draw(self.decoder.logits(hidden), samplings, uniform)
+        ids, chosen, logits, log_total = drawn
+        for row, running in enumerate(ready):
+            if not math.isfinite(chosen[row]):
                 name = running.request.request_id or "(unnamed)"
                 self._fail(running, NonFiniteLogits(f"request {name}: the model produced NaN or inf logits"))
-                self._end(running)
-        if not all(finite):
-            logits = logits[torch.tensor(finite)]
-            ready = [r for r, good in zip(ready, finite, strict=True) if good]
-            if not ready:
-                return
-        samplings = [r.request.sampling for r in ready]
-        ids, chosen, logprobs = sampler.draw(logits, samplings, [r.random.random() for r in ready])
-        self.counters["sampled_tokens"] += len(ids)
-        for row, (running, token, logprob) in enumerate(zip(ready, ids, chosen, strict=True)):
-            running.ids.append(token)
-            running.logprobs.append(logprob)
+                self._end(running, keep=False)
+                continue
+            self.counters["sampled_tokens"] += 1
+            running.ids.append(ids[row])
+            running.logprobs.append(chosen[row])
             if count := running.request.top_logprobs:
-                best = logprobs[row].topk(count)
+                best = (logits[row] - log_total[row]).topk(count)
                 running.top.append(tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
             reason = self._finish_reason(running)
             if reason is None:
-                running.pending.append(token)
+                running.pending.append(ids[row])
             else:
                 self._finish(running, reason)
 
@@ -350,7 +366,8 @@ class TorchEngine:
         stops = request.sampling.stop
         if stops:
             # one token may carry the end of a stop string and more text after it
-            tail = self.tokenizer.decode(ids[-(max(map(len, stops)) + 4) :])
+            longest = max(len(stop.encode()) for stop in stops)  # a token holds at least one byte
+            tail = self.tokenizer.decode(ids[-(longest + 4) :])
             if any(stop in tail for stop in stops):
                 return "stop"
         return "length" if len(ids) >= request.sampling.max_tokens else None
@@ -365,7 +382,7 @@ class TorchEngine:
             queued=running.started - running.submitted,
             seconds=time.time() - running.submitted,
         )
-        self._end(running)
+        self._end(running, keep=True)
         if running.future.set_running_or_notify_cancel():
             running.future.set_result(result)
 
@@ -374,12 +391,27 @@ class TorchEngine:
         if running.future.set_running_or_notify_cancel():
             running.future.set_exception(error)
 
-    def _end(self, running: _Running) -> None:
+    def _end(self, running: _Running, *, keep: bool) -> None:
+        """Free the slot. ``keep`` its content for a next turn, unless it may be wrong."""
         self._running.remove(running)
-        assert running.slot is not None
-        self.cache.release(running.slot, forget=False)
+        if running.slot is not None:
+            self.cache.release(running.slot, forget=not keep)
+            if not keep:
+                self.cache.erase(running.slot)
 
 
-def _by_work(running: _Running) -> tuple[int, int]:
+def _obey(future: Future[Any], function: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
+
+
+def _by_slot(entry: tuple[_Running, list[int]]) -> tuple[int, int]:
     """Decoding rows first, in the order of their slots."""
-    return len(running.pending), running.slot.row if running.slot else 0
+    running, tokens = entry
+    return len(tokens), running.slot.row if running.slot else 0

@@ -224,24 +224,33 @@ class FakeBackend:
             changed=changed,
         )
 
+    async def snapshot(self) -> Any:
+        return self._steps, self._published_steps, self._version
+
+    async def restore(self, snapshot: Any) -> None:
+        self._steps, self._published_steps, self._version = snapshot
+        self._gradient_rows = 0
+
     async def save(self, folder: Path) -> None:
         state = {"base_model": self.base_model, "optimizer_steps": self._steps}
         (folder / _FILE).write_text(json.dumps(state), encoding="utf-8")
 
     async def load(self, folder: Path, *, policy_version: int) -> None:
-        try:
-            state = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-            self._steps = int(state["optimizer_steps"])
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{folder} holds no checkpoint of FakeBackend: {error}") from error
+        self._steps = _saved_steps(folder)
         self._version, self._published_steps = policy_version, self._steps
         self._served.add(policy_version)
 
+    async def load_adapter(self, folder: Path) -> None:
+        _saved_steps(folder)
+        self._steps = self._published_steps = self._version = 0
+
     def describe(self) -> dict[str, Any]:
         return {
-            "base_model": self.base_model,
-            "tokenizer": self.tokenizer.name_or_path,
-            "adapter": {},
+            "identity": {
+                "base_model": self.base_model,
+                "tokenizer": self.tokenizer.name_or_path,
+                "adapter": {},
+            },
             "engine": "fake",
             "device": "none",
             "dtype": "none",
@@ -249,3 +258,10 @@ class FakeBackend:
 
     async def close(self) -> None:
         self.closed = True
+
+
+def _saved_steps(folder: Path) -> int:
+    try:
+        return int(json.loads((folder / _FILE).read_text(encoding="utf-8"))["optimizer_steps"])
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder} holds no checkpoint of FakeBackend: {error}") from error

@@ -17,7 +17,7 @@ Tokens = tuple[int, ...]
 _clock = itertools.count()
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """A prompt prefix whose keys and values are shared; per layer (KV, P, D)."""
 
@@ -31,7 +31,7 @@ class Block:
         self.last_used = next(_clock)
 
 
-@dataclass
+@dataclass(eq=False)
 class Slot:
     """One row of the suffix cache."""
 
@@ -146,6 +146,11 @@ class KVCache:
             if slot.block:
                 slot.block.users -= 1
             slot.block = None
+
+    def erase(self, slot: Slot) -> None:
+        """Overwrite what may hold NaN: hidden columns take part in products, and 0 * NaN is NaN."""
+        for tensor in (*self.keys, *self.values):
+            tensor[slot.row] = 0
 
     def idle_by_sequence(self) -> dict[Tokens, Slot]:
         return {s.sequence(): s for s in self.slots if not s.busy and s.tokens}

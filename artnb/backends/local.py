@@ -27,6 +27,7 @@ from artnb.backends import attention
 from artnb.backends.base import Publication, SampleRequest, SampleResult
 from artnb.backends.decoder import Weights
 from artnb.backends.engine_torch import TorchEngine
+from artnb.backends.quiet import without_bars
 from artnb.backends.trainer_peft import PeftTrainer, read_json
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import CheckpointError, ConfigurationError, PublicationError, require
@@ -85,9 +86,10 @@ class LocalBackend:
         attention.register()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         attention.check_supported(transformers.AutoConfig.from_pretrained(base))
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            base, dtype=self.dtype, attn_implementation=attention.NAME
-        )
+        with without_bars():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                base, dtype=self.dtype, attn_implementation=attention.NAME
+            )
         model.requires_grad_(False)
         try:
             self.engine = TorchEngine(
@@ -157,22 +159,25 @@ class LocalBackend:
         return await self._in_compute(partial(self.trainer.optim_step, config))
 
     async def snapshot(self) -> Any:
-        """The trainer's state before a step, in memory; see ``restore``."""
-        return await self._in_compute(self.trainer.snapshot)
+        return await self._in_compute(self.trainer.snapshot), self._version
 
     async def restore(self, snapshot: Any) -> None:
-        """Undo everything since ``snapshot``; what the engine serves is brought in line too."""
-        await self._in_compute(partial(self.trainer.restore, snapshot))
-        await self._engine_call(partial(self._serve_trained, self._version))
+        trained, version = snapshot
+        await self._in_compute(partial(self.trainer.restore, trained))
+        self._version, self._published = version, self._factors()
+        await self._engine_call(partial(self._serve_trained, version))
 
     async def publish_weights(self, policy_version: int) -> Publication:
+        return await self._engine_call(partial(self._publish, policy_version))
+
+    def _publish(self, policy_version: int) -> Publication:
+        """In one go between two requests, so that nothing is sampled or exchanged before the proof."""
         started = time.perf_counter()
-        changed = await self._engine_call(partial(self._serve_trained, policy_version))
-        engine = await self._engine_call(partial(self.engine.score, self._probe))
-        trainer = await self._in_compute(partial(self.trainer.score, self._probe))
-        gap = (engine.float() - trainer.float()).abs()
+        changed = self._serve_trained(policy_version)
+        gap = (self.engine.score(self._probe).float() - self.trainer.score(self._probe).float()).abs()
         tolerance = _TOLERANCE[self.dtype]
         if not gap.mean() <= tolerance:
+            self.engine.served = ""  # the next request gets what was published before
             raise PublicationError(
                 f"after publishing version {policy_version}, engine and trainer differ by "
                 f"{gap.mean():.3f} in mean logprob on the probe (tolerance {tolerance})"
@@ -194,6 +199,7 @@ class LocalBackend:
         weights = self.trainer.merged_weights()
         changed = self.engine.load(weights, "current", version)
         if wrong := self.engine.decoder.holds(weights):
+            self.engine.served = ""
             raise PublicationError(f"the engine does not hold what was published: {', '.join(wrong[:3])}")
         return changed
 

@@ -26,39 +26,33 @@ def common_length(a: Sequence[int], b: Sequence[int]) -> int:
 
 
 def shared_prefixes(prompts: Sequence[tuple[int, ...]], known: Sequence[int]) -> list[tuple[int, ...]]:
-    """Prefixes to compute once, given how many tokens of each prompt are ``known`` already.
+    """Prefixes to compute once, shorter ones first: each extends those before it that begin it.
 
-    A prefix never covers a whole prompt: its last token must run to predict the next one. Among
-    nested candidates the set that saves most tokens wins.
+    ``known`` says how many tokens of each prompt an existing block covers already. A prefix never
+    covers a whole prompt: its last token must run to predict the next one.
 
     >>> shared_prefixes([(1,) * 60 + (2,), (1,) * 60 + (3,)], [0, 0]) == [(1,) * 60]
     True
     >>> shared_prefixes([(1, 2), (1, 3)], [0, 0])
     []
     """
-    order = sorted(range(len(prompts)), key=prompts.__getitem__)
+    order = sorted(range(len(prompts)), key=lambda i: prompts[i][:-1])
     ranked = [prompts[i][:-1] for i in order]
-    base = [known[i] for i in order]
+    covered = [known[i] for i in order]
     with_next = [common_length(a, b) for a, b in itertools.pairwise(ranked)]
-    saved, chosen = _best(ranked, base, with_next, 0, len(ranked))
-    return chosen if saved > 0 else []
-
-
-def _best(
-    prompts: list[tuple[int, ...]], known: list[int], with_next: list[int], low: int, high: int
-) -> tuple[int, list[tuple[int, ...]]]:
-    """Most tokens saved by sharing inside prompts[low:high], and the prefixes that do it."""
-    if high - low < 2:
-        return 0, []
-    depth = min(with_next[low : high - 1])
-    here = sum(max(0, depth - k) for k in known[low:high]) - max(0, depth - max(known[low:high]))
-    cuts = [low, *(i + 1 for i in range(low, high - 1) if with_next[i] == depth), high]
-    below, nested = 0, []
-    if len(cuts) - 1 < high - low:  # some child has two members or more
-        for a, b in itertools.pairwise(cuts):
-            saved, chosen = _best(prompts, known, with_next, a, b)
-            below += saved
-            nested += chosen
-    if here >= below:
-        return (here, [prompts[low][:depth]]) if here >= MIN_SAVED else (0, [])
-    return below, nested
+    chosen: list[tuple[int, ...]] = []
+    forks = [(0, len(ranked), 0)]  # prompts low..high, of which `floor` tokens are computed once already
+    while forks:
+        low, high, floor = forks.pop()
+        if high - low < 2:
+            continue
+        depth = min(with_next[low : high - 1])
+        cuts = [low, *(i + 1 for i in range(low, high - 1) if with_next[i] == depth), high]
+        branches = list(itertools.pairwise(cuts))
+        floor = max([floor, *(k for k in covered[low:high] if k <= depth)])
+        needy = sum(any(k < depth for k in covered[a:b]) for a, b in branches)
+        if (depth - floor) * (needy - 1) >= MIN_SAVED:
+            chosen.append(ranked[low][:depth])
+            floor = depth
+        forks += [(a, b, floor) for a, b in branches]
+    return sorted(chosen, key=len)

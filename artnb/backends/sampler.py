@@ -44,19 +44,25 @@ def _truncate(logits_V: torch.Tensor, sampling: SamplingConfig) -> torch.Tensor:
 
 def draw(
     logits_B_V: torch.Tensor, sampling: Sequence[SamplingConfig], uniform: Sequence[float]
-) -> tuple[list[int], list[float], torch.Tensor]:
+) -> tuple[list[int], list[float], torch.Tensor, torch.Tensor]:
     """Draw one token a row by inverting the cumulative distribution at ``uniform`` in [0, 1).
 
-    Returns ids, their logprobs (natural log) and all logprobs (B, V) float32. One number a token
-    makes a seeded request reproducible whatever else is in the batch.
+    Returns ids, their logprobs (natural log), the processed logits (B, V) float32 and log of the sum
+    of their exponentials (B,), which is NaN or infinite for a row without a distribution. One number
+    a token makes a seeded request reproducible whatever else is in the batch.
     """
-    logprobs = torch.log_softmax(processed(logits_B_V.float(), sampling), dim=-1)
-    cumulative = logprobs.exp().cumsum(-1)
-    point = torch.tensor(uniform, dtype=cumulative.dtype, device=cumulative.device) * cumulative[:, -1]
-    ids = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0]
-    ids = ids.clamp_(max=logits_B_V.shape[-1] - 1)
+    logits = processed(logits_B_V.float(), sampling)
+    largest = logits.amax(-1, keepdim=True)
+    cumulative = (logits - largest).exp_().cumsum(-1)
+    total = cumulative[:, -1:]
+    point = torch.tensor(uniform, dtype=total.dtype, device=total.device)[:, None] * total
+    # rounding may carry the point up to the total, where only tokens without any mass would be left
+    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
+    ids = torch.searchsorted(cumulative, point, right=True)[:, 0]
+    ids = ids.clamp_(max=logits.shape[-1] - 1)
     greedy = [row for row, s in enumerate(sampling) if s.temperature == 0]
     if greedy:
-        ids[greedy] = logprobs[greedy].argmax(-1)
-    chosen = logprobs.gather(1, ids[:, None])[:, 0]
-    return ids.tolist(), chosen.tolist(), logprobs
+        ids[greedy] = logits[greedy].argmax(-1)
+    log_total = (largest + total.log())[:, 0]
+    chosen = logits.gather(1, ids[:, None])[:, 0] - log_total
+    return ids.tolist(), chosen.tolist(), logits, log_total

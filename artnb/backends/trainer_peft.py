@@ -193,13 +193,19 @@ class PeftTrainer:
 
     def save(self, folder: Path) -> None:
         """Write adapter (peft's format) and optimizer state into an existing folder."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         prefix = "base_model.model."
         adapter = {prefix + name: p.detach().contiguous() for name, p in self.parameters.items()}
-        save_file(adapter, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(adapter, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            save_file(dict(self._moments()), folder / "optimizer.safetensors")
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"cannot write the checkpoint: {error}. Free space, or choose another root="
+            ) from error
         self.peft_model.peft_config["default"].save_pretrained(str(folder))
-        save_file(dict(self._moments()), folder / "optimizer.safetensors")
 
     def load(self, folder: Path, *, optimizer: bool = True) -> None:
         """Restore what ``save`` wrote. Everything is read and checked before anything changes."""

@@ -24,6 +24,7 @@ from artnb.store.codec import decode, encode
 from artnb.store.journal import fsync_folder
 from artnb.store.versions import package_version
 
+_STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _LEFTOVER = re.compile(r"\.(step_\d{6,})\.[0-9a-f]+\.(tmp|old)")
 
@@ -59,7 +60,7 @@ class Checkpoint:
             if not file.is_file() or _sha256(file) != expected["sha256"]:
                 raise CheckpointError(
                     f"checkpoint {self.path} is damaged: {name} is not what was written. "
-                    "Resume from an earlier checkpoint."
+                    "Remove that folder to resume from the checkpoint before it."
                 )
 
 
@@ -67,7 +68,8 @@ class Checkpoint:
 def writing_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
     """Yield an empty folder to fill; afterwards it has become ``folder/step_<step>``.
 
-    When the body raises, nothing is left behind and earlier checkpoints are as they were.
+    When the body raises, nothing is left behind and earlier checkpoints are as they were. The body may
+    call ``seal``, which is slow, in a thread.
     """
     name = step_name(step)
     mark = uuid.uuid4().hex[:12]
@@ -75,7 +77,8 @@ def writing_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> Ite
     try:
         beside.mkdir(parents=True)
         yield beside
-        _seal(beside, step, state)
+        if not (beside / _STATE).exists():
+            seal(beside, step, state)
         if final.exists():
             os.rename(final, old)
         os.rename(beside, final)
@@ -93,15 +96,15 @@ def writing_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> Ite
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _seal(folder: Path, step: int, state: Mapping[str, Any]) -> None:
-    """Sync every file and say in ``state.json`` what they must be."""
+def seal(folder: Path, step: int, state: Mapping[str, Any]) -> None:
+    """Sync every file and say in ``state.json`` what they must be; after it only the rename is missing."""
     files = {}
     for path in sorted(p for p in folder.rglob("*") if p.is_file()):
         _fsync(path)
         files[path.relative_to(folder).as_posix()] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
     written = {"artnb": package_version("artnb"), "created": time.time(), "files": files}
     text = encode({"step": step, "state": dict(state), "written": written})
-    with open(folder / "state.json", "w", encoding="utf-8") as file:
+    with open(folder / _STATE, "w", encoding="utf-8") as file:
         file.write(json.dumps(json.loads(text), indent=1))
         file.flush()
         os.fsync(file.fileno())
@@ -125,7 +128,7 @@ def read_checkpoint(path: Path) -> Checkpoint | None:
     if named is None:
         return None
     try:
-        record = decode((path / "state.json").read_bytes())
+        record = decode((path / _STATE).read_bytes())
         files = record["written"]["files"]
         if any((path / name).stat().st_size != expected["bytes"] for name, expected in files.items()):
             return None
@@ -176,6 +179,13 @@ def clean_leftovers(folder: Path) -> list[str]:
     return cleaned
 
 
+def remove(folder: Path, step: int) -> None:
+    """Remove one checkpoint as a whole."""
+    doomed = folder / f".{step_name(step)}.{uuid.uuid4().hex[:12]}.tmp"
+    os.rename(folder / step_name(step), doomed)  # from here on it is not listed, also when we are killed
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
 def prune(folder: Path, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
     """Remove all but the newest ``keep_last`` checkpoints and the steps in ``keep``."""
     if keep_last < 1:
@@ -184,8 +194,6 @@ def prune(folder: Path, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
     for checkpoint in list_checkpoints(folder)[:-keep_last]:
         if checkpoint.step in keep:
             continue
-        doomed = folder / f".{checkpoint.name}.{uuid.uuid4().hex[:12]}.tmp"
-        os.rename(checkpoint.path, doomed)  # from here on it is not listed, also when we are killed
-        shutil.rmtree(doomed, ignore_errors=True)
+        remove(folder, checkpoint.step)
         removed.append(checkpoint.path)
     return removed

@@ -156,6 +156,15 @@ def read_owner(path: Path) -> dict[str, Any] | None:
     return record if isinstance(record, dict) else {"heartbeat": modified}
 
 
+def refuse_if_in_use(folder: Path) -> None:
+    """Raise RunInUse when another live process writes the run in this folder; claims nothing."""
+    found = read_owner(folder / "owner.json")
+    if found is None or is_stale(found):
+        return
+    if (found.get("pid"), found.get("host")) != (os.getpid(), socket.gethostname()):
+        raise RunInUse(_in_use_message(folder.name, found))
+
+
 def is_stale(owner: dict[str, Any]) -> bool:
     """True when nobody can be writing under this claim any more."""
     if time.time() - float(owner.get("heartbeat") or 0) > STALE_SECONDS:

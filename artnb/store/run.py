@@ -12,6 +12,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ class Run(RunFolder):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.step = 0
+        self.cursor = {}
         self._owner = Owner(path)
         self._session = 0
         self._is_closed = False
@@ -44,6 +46,9 @@ class Run(RunFolder):
 
     step: int
     """Training steps finished so far, skipped ones included."""
+    cursor: dict[str, Any]
+    """Where you are in your own data, JSON values only: kept with every checkpoint and back on resume.
+    Scenarios drawn by the step's number need none."""
 
     @classmethod
     def open(
@@ -121,6 +126,7 @@ class Run(RunFolder):
         cleaned = checkpoint_files.clean_leftovers(folder)
         latest = self.latest_checkpoint()
         self.step = latest.step if latest else 0
+        self.cursor = dict((latest.state.get("cursor") if latest else None) or {})
         torn += self._trajectories.repair(self.step)
         self.record_event("opened", step=self.step, process=PROCESS, versions=versions())
         if replaced_owner is not None:
@@ -132,6 +138,9 @@ class Run(RunFolder):
         for name in checkpoint_files.incomplete_after(folder, self.step):
             self._warn(f"checkpoint {name} is incomplete and is not used")
         self._undo_later_work()
+        metrics = latest.state.get("metrics") if latest else None
+        if metrics and self.trained_steps < self.step:  # killed right after the checkpoint was there
+            self._metrics.append({"time": time.time(), **metrics, "session": self._session})
 
     def _describe(self, identity: Mapping[str, Any] | None) -> None:
         if not (self.path / "run.json").exists():
@@ -197,14 +206,14 @@ class Run(RunFolder):
                 f"run {self.name!r} stands at step {self.step}, but metrics of training step "
                 f"{record.get('step')} were given. A step is recorded once, in order."
             )
-        self._check_writable()
+        self.check_writable()
         self._metrics.append({"time": time.time(), **record, "session": self._session})
         if is_training:
             self.step += 1
 
     def record_event(self, kind: str, **fields: Any) -> None:
         """Append a line to events.jsonl."""
-        self._check_writable()
+        self.check_writable()
         self._events.append({"kind": kind, "time": time.time(), **fields, "session": self._session})
 
     def append_trajectory(
@@ -224,7 +233,7 @@ class Run(RunFolder):
 
     def append_attempt(self, stored: Sequence[Stored]) -> None:
         """Append all trajectories of one attempt with one write."""
-        self._check_writable()
+        self.check_writable()
         self._trajectories.append(stored, session=self._session)
 
     def reusable(self, step: int, split: str) -> list[Stored]:
@@ -245,7 +254,7 @@ class Run(RunFolder):
         return self._write_file("result.json", record)
 
     def _write_file(self, name: str, record: Mapping[str, Any]) -> Path:
-        self._check_writable()
+        self.check_writable()
         return write_atomically(self.path / name, json.dumps(json.loads(encode(record)), indent=1) + "\n")
 
     # Checkpoints
@@ -253,10 +262,10 @@ class Run(RunFolder):
     @contextlib.contextmanager
     def writing_checkpoint(self, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
         """Yield an empty folder to fill; afterwards it is the checkpoint of ``step``."""
-        self._check_writable()
+        self.check_writable()
         with checkpoint_files.writing_checkpoint(self.path / "checkpoints", step, state) as folder:
             yield folder
-            self._check_writable()
+            self.check_writable()
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
         """Let ``write`` fill a folder that becomes the checkpoint of ``step`` as a whole or not at all."""
@@ -264,9 +273,28 @@ class Run(RunFolder):
             write(folder)
         return self.path / "checkpoints" / checkpoint_files.step_name(step)
 
+    @contextlib.contextmanager
+    def finishing_step(
+        self, metrics: Mapping[str, Any], state: Mapping[str, Any]
+    ) -> Iterator[tuple[Path, Callable[[], None]]]:
+        """Yield a folder for the policy after this step, and a slow function that seals it once filled.
+
+        Afterwards the step's checkpoint and its line of metrics are on disk, both or neither, and
+        ``step`` has moved on. Inside the block ``metrics`` may still grow.
+        """
+        step = self.step
+        kept = {**state, "cursor": self.cursor, "metrics": {**metrics, "kind": "train", "step": step}}
+        with self.writing_checkpoint(step + 1, kept) as folder:
+            yield folder, partial(checkpoint_files.seal, folder, step + 1, kept)
+        try:
+            self.append_metrics({**metrics, "kind": "train", "step": step})
+        except BaseException:
+            checkpoint_files.remove(self.path / "checkpoints", step + 1)
+            raise
+
     def prune_checkpoints(self, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
         """Remove all but the newest ``keep_last`` checkpoints and the steps in ``keep``."""
-        self._check_writable()
+        self.check_writable()
         return checkpoint_files.prune(self.path / "checkpoints", keep_last, keep)
 
     # Closing
@@ -292,9 +320,10 @@ class Run(RunFolder):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
+        """Raise ArtnbError when this run is closed, RunInUse when another process has taken it."""
         if self._is_closed:
-            raise ArtnbError(f"run {self.name!r} is closed. Open it again with Run.open to write.")
+            raise ArtnbError(f"run {self.name!r} is closed. Run the cell that makes its model again.")
         self._owner.check()
 
     def __repr__(self) -> str:

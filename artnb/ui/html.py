@@ -187,6 +187,7 @@ def step_html(result: Any) -> str:
     parts = [f"<div>{' · '.join(facts)}</div>"]
     if view["skipped"]:
         parts.append(f"<div>⚠ skipped: {esc(view['skipped'])}</div>")
+    parts += [f"<div>⚠ {esc(warning)}</div>" for warning in view["warnings"]]
     if view["dropped"]:
         reasons = ", ".join(f"{number_text(count)} × {reason}" for reason, count in view["dropped"].items())
         parts.append(f"<div>left out: {esc(reasons)}</div>")

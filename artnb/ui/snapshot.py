@@ -22,6 +22,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "advantage_std": "advantage spread",
         "groups": "groups",
         "trajectories": "trajectories",
+        "failed": "failed rollouts",
     },
     "policy": {
         "loss": "loss",
@@ -41,19 +42,40 @@ SECTIONS: dict[str, dict[str, str]] = {
         "logprob_gap_max": "|engine - trainer logprob|, highest",
         "grad_norm": "gradient norm",
         "learning_rate": "learning rate",
+        "updates": "optimizer updates",
+    },
+    "engine": {
+        "probe_gap_mean": "mean |engine - trainer logprob| on the probe",
+        "probe_gap_max": "highest |engine - trainer logprob| on the probe",
+        "rounding_lost": "share of the update lost to rounding",
+        "weights_changed": "published weights changed",
     },
     "data": {
         "samples": "rows trained",
         "tokens": "sampled tokens trained",
-        "tokens_computed": "tokens computed",
+        "tokens_sampled": "sampled tokens gathered",
+        "packed_tokens": "tokens computed",
+        "row_tokens": "tokens of all rows",
+        "padded_tokens": "tokens of padded rows",
         "truncated": "share cut off by max_tokens",
         "rows_split": "trajectories split into rows",
+        "turns_truncated_support": "turns sampled with top_p, top_k or min_p",
         "staleness": "policy versions old",
+    },
+    "time": {
+        "seconds_gather": "gather seconds",
+        "tokens_per_second_gather": "gather tokens/s",
+        "seconds_train": "train seconds",
+        "tokens_per_second_train": "train tokens/s",
+        "seconds_publish": "publish seconds",
+        "seconds_checkpoint": "checkpoint seconds",
+        "seconds": "whole step seconds",
+        "memory_peak_gb": "memory peak GB",
     },
 }
 """Plain words for the metrics that train_step records, by section; others are shown by name."""
 
-ABOUT_STEP = ("step", "policy_version", "dropped", "skipped")
+ABOUT_STEP = ("step", "policy_version", "dropped", "skipped", "warnings")
 """What a StepResult says beside its metrics."""
 
 
@@ -216,25 +238,24 @@ def step_snapshot(result: Any) -> dict[str, Any]:
         metrics, about = dict(result), dict(result)
     else:
         metrics = dict(result.metrics)
-        about = {
-            name: getattr(result, name, None) for name in ("step", "policy_version", "dropped", "skipped")
-        }
-    for name in ("step", "policy_version", "dropped", "skipped", "kind", "time"):
+        about = {name: getattr(result, name, None) for name in ABOUT_STEP}
+    for name in (*ABOUT_STEP, "kind", "time"):
         metrics.pop(name, None)
     sections: dict[str, list[tuple[str, str]]] = {}
     for section, words in SECTIONS.items():
         rows = [(label, number_text(metrics.pop(name))) for name, label in words.items() if name in metrics]
         if rows:
             sections[section] = rows
-    timing = [n for n in metrics if "second" in n or "per_second" in n or n.startswith("time/")]
+    timing = [n for n in metrics if "second" in n or n.startswith("time/")]
     if timing:
-        sections["time"] = [(_words(n), number_text(metrics.pop(n))) for n in timing]
+        sections.setdefault("time", []).extend((_words(n), number_text(metrics.pop(n))) for n in timing)
     if metrics:
         sections["more"] = [(_words(n), number_text(v)) for n, v in metrics.items()]
     return {
         "step": about.get("step"),
         "policy_version": about.get("policy_version"),
         "skipped": about.get("skipped"),
+        "warnings": list(about.get("warnings") or []),
         "dropped": {k: v for k, v in dict(about.get("dropped") or {}).items() if v},
         "sections": sections,
     }

@@ -102,6 +102,7 @@ def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     dropped = sum((record.get("dropped") or {}).values())
     if dropped and not notes:
         notes.append(f"{dropped} left out")
+    notes += ["⚠ warning"] * bool(record.get("warnings"))
     return {
         "step": record.get("step"),
         "mean reward": reward_of(record),

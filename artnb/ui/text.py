@@ -85,6 +85,7 @@ def step_text(result: Any) -> str:
         lines[0] += f", policy version {view['policy_version']}"
     if view["skipped"]:
         lines.append(f"skipped: {view['skipped']}")
+    lines += [f"warning: {warning}" for warning in view["warnings"]]
     if view["dropped"]:
         lines.append("left out: " + ", ".join(f"{n} × {reason}" for reason, n in view["dropped"].items()))
     for name, rows in view["sections"].items():

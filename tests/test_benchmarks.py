@@ -1,0 +1,72 @@
+"""Do the benchmarks still run, and print their figures? How fast they are is no test's business."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def run(
+    repository: Path, name: str, arguments: list[str], monkeypatch: Any, capsys: Any
+) -> tuple[str, dict[str, Any]]:
+    """Everything on stdout, and the JSON line read."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    capsys.readouterr()
+    runpy.run_path(str(repository / "tests" / "benchmarks" / f"{name}.py"), run_name="__main__")
+    output = capsys.readouterr().out
+    return output, json.loads(output.splitlines()[-1])
+
+
+ROWS = {
+    "engine": {
+        *("workload", "concurrent", "raw_turns_per_second", "raw_tokens_per_second"),
+        *("client_over_raw", "raw_over_generate", "prompt", "computed_prompt", "share_of_limit"),
+    },
+    "gather": {"turns", "sampled_tokens", "gather_seconds", "raw_seconds", "gather_over_raw"},
+    "train_step": {
+        *("share_prefixes", "seconds", "row_tokens_per_second", "packed_tokens", "peak_memory_gib"),
+        "share_of_limit",
+    },
+}
+TOTALS = {
+    "engine": {"matmul_tflops", "dtype"},
+    "gather": {"gather_over_raw", "turns_per_second"},
+    "train_step": {"matmul_tflops", "prefix_sharing_gain"},
+}
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_json_prints_one_line_of_figures(
+    name: str, repository: Path, tiny_model: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    arguments = ["--quick", "--json", "--model", str(tiny_model)]
+    output, figures = run(repository, name, arguments, monkeypatch, capsys)
+    assert output.count("\n") == 1
+    assert figures["benchmark"] == name
+    assert TOTALS[name] <= figures.keys()
+    assert all(ROWS[name] <= row.keys() for row in figures["rows"])
+    assert figures["machine"].keys() >= {"load_before", "cores_used_by_others", "threads"}
+
+
+def test_the_table_comes_before_the_line(
+    repository: Path, tiny_model: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    arguments = ["--quick", "--model", str(tiny_model)]
+    output, figures = run(repository, "train_step", arguments, monkeypatch, capsys)
+    assert "not shared" in output
+    assert "load average before" in output
+    assert figures["rows"][0]["packed_tokens"] < figures["rows"][1]["packed_tokens"]
+
+
+def test_the_client_benchmark_prints_one_line(repository: Path, monkeypatch: Any, capsys: Any) -> None:
+    output, figures = run(
+        repository, "client", ["--calls", "8", "--repeats", "1", "--json"], monkeypatch, capsys
+    )
+    assert output.count("\n") == 1
+    assert len(figures["rows"]) == 4
