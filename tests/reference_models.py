@@ -84,11 +84,15 @@ class Stepper(Executor):
 class Engine(TorchEngine):
     """An engine that takes steps by hand, serving the policies it is given."""
 
-    def __init__(self, model: Any, tokenizer: Any, policies: Mapping[str, tuple[Weights, int]], **options: Any):
+    def __init__(
+        self, model: Any, tokenizer: Any, policies: Mapping[str, tuple[Weights, int]], **options: Any
+    ):
         self.stepper = Stepper()
         super().__init__(model, tokenizer, policies.__getitem__, self.stepper, **options)
 
-    def ask(self, prompt: tuple[int, ...], *, policy: str = "current", **options: Any) -> Future[SampleResult]:
+    def ask(
+        self, prompt: tuple[int, ...], *, policy: str = "current", **options: Any
+    ) -> Future[SampleResult]:
         return self.submit(request(prompt, **options), policy=policy)
 
     def answers(self, *requests: SampleRequest) -> list[SampleResult]:

@@ -145,7 +145,10 @@ def test_any_workload_is_sampled_exactly(make, plain, seed, max_running, prefill
 
     for _ in range(source.randint(1, 12)):
         stem = source.choice(stems)
-        ask(stem[: source.randint(1, len(stem))] + tuple(source.choices(range(3, 259), k=source.randint(0, 9))))
+        ask(
+            stem[: source.randint(1, len(stem))]
+            + tuple(source.choices(range(3, 259), k=source.randint(0, 9)))
+        )
         engine.stepper.step(source.randint(0, 4))
     if len(futures) > 3:
         futures[1].cancel()
@@ -344,9 +347,7 @@ def test_a_stop_token_ends_the_completion_and_is_kept(make):
 def test_a_stop_token_in_the_last_place_is_a_stop(make):
     engine = make()
     (free,) = engine.answers(request((3, 4, 5), max_tokens=3, seed=1))
-    (stopped,) = engine.answers(
-        request((3, 4, 5), max_tokens=3, seed=1, stop_ids=(free.completion_ids[2],))
-    )
+    (stopped,) = engine.answers(request((3, 4, 5), max_tokens=3, seed=1, stop_ids=(free.completion_ids[2],)))
     assert stopped.finish_reason == "stop"
 
 

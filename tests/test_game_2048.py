@@ -233,8 +233,8 @@ def test_the_opening_is_the_same_in_every_game_and_its_moves_are_greedy(variant:
 def test_hints_say_what_the_moves_do() -> None:
     board: Board = ((2, 2, 0), (0, 0, 0), (0, 0, 0))
     assert hint_text(board, "none") == ""
-    assert hint_text(board, "legal") == "\nleft, right, down"
-    assert hint_text(board, "empties") == "\nleft 8, right 8, down 7"
+    assert hint_text(board, "legal") == "\nleft right down"
+    assert hint_text(board, "merges") == "\nleft1 right1 down0"
 
 
 PUBLISHED = [

@@ -223,7 +223,9 @@ def test_it_is_sparse_in_a_log(monkeypatch, capsys):
     assert len(lines) == 2 and lines[-1].endswith("interrupted")
 
 
-def test_it_updates_one_display_in_a_kernel(monkeypatch):
+@pytest.fixture
+def shown(monkeypatch):
+    """What a kernel's displays were told, in order: (``display`` or ``update``, bundle)."""
     shown: list[tuple[str, dict[str, str]]] = []
 
     class Handle:
@@ -236,6 +238,10 @@ def test_it_updates_one_display_in_a_kernel(monkeypatch):
 
     monkeypatch.setenv("ARTNB_UI", "html")
     monkeypatch.setattr("IPython.display.display", display)
+    return shown
+
+
+def test_it_updates_one_display_in_a_kernel(shown):
     progress = Progress(100, "gather")
     started = time.monotonic()
     for done in range(100):
@@ -245,3 +251,34 @@ def test_it_updates_one_display_in_a_kernel(monkeypatch):
     assert shown[0][0] == "display" and [kind for kind, _ in shown[1:]] == ["update"] * (len(shown) - 1)
     assert len(shown) <= most
     assert set(shown[-1][1]) == {"text/html", "text/plain"}
+
+
+def test_a_loop_leaves_one_progress_line_a_cell(shown, monkeypatch):
+    shell = SimpleNamespace(execution_count=7)
+    monkeypatch.setattr("IPython.get_ipython", lambda: shell)
+    for _ in range(3):
+        for title in ("gather train", "gather test"):
+            Progress(2, title).finish()
+    assert [kind for kind, _ in shown] == ["display"] * 2 + ["update"] * 4
+    shell.execution_count = 8
+    Progress(2, "gather train").finish()
+    assert shown[-1][0] == "display"
+
+
+def test_progress_of_gathers_that_run_at_once_stands_apart(shown, monkeypatch):
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(execution_count=9))
+    pair = [Progress(2, "gather train") for _ in range(2)]
+    for progress in pair:
+        progress.update(1)
+    for progress in pair:
+        progress.finish()
+    assert [kind for kind, _ in shown] == ["display", "display", "update", "update"]
+
+
+def test_a_step_shows_its_warnings():
+    result = SimpleNamespace(metrics={"loss": 0.5}, step=1, policy_version=2, warnings=["<b>odd</b>"])
+    assert "⚠ &lt;b&gt;odd" in step_html(result) and "warning: <b>odd</b>" in step_text(result)
+    table = RewardTable(enabled=False)
+    table.add(result)
+    table.add({"step": 2, "dropped": {"equal rewards": 3}})
+    assert "⚠ warning" in repr(table) and "3 × equal rewards" in repr(table)

@@ -150,6 +150,24 @@ async def test_a_second_cancellation_waits_for_the_undoing(fake, monkeypatch):
     assert ended and fake.policy_version == 0
 
 
+async def test_a_checkpoint_is_not_torn_away_while_it_is_written(fake, monkeypatch):
+    ended = []
+    save = fake.backend.save
+
+    async def slow_save(folder):
+        task.cancel()
+        await asyncio.sleep(0.05)
+        await save(folder)  # into a folder that is still there
+        ended.append(True)
+
+    monkeypatch.setattr(fake.backend, "save", slow_save)
+    task = asyncio.ensure_future(nb.train_step(fake, [group(0, 1)]))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert ended and fake.policy_version == 0
+    assert not list((fake.run.path / "checkpoints").iterdir())
+
+
 async def test_an_interrupt_that_comes_too_late_is_still_heard(fake, monkeypatch):
     append = fake.run.append_metrics
 

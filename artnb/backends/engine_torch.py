@@ -166,8 +166,9 @@ class TorchEngine:
 
     def _work(self) -> None:
         """One step; then to the end of the compute thread's queue, so that others get their turn."""
-        while self._inbox:
-            self._inbox.popleft()()
+        self._receive()
+        if not self._running:
+            self._wait_for_more()
         try:
             with torch.inference_mode():
                 if not self._closed:
@@ -194,6 +195,19 @@ class TorchEngine:
             pending.clear()
         for future in futures:
             future.cancel()
+
+    def _receive(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _wait_for_more(self) -> None:
+        """Give the others of a crowd a moment to arrive: prompts that come together share prefixes."""
+        for _ in range(10):
+            waiting = len(self._waiting)
+            time.sleep(0.003)
+            self._receive()
+            if self._commands or len(self._waiting) in (waiting, 0):
+                break
 
     def _step(self) -> None:
         for gone in [r for r in self._running if r.future.cancelled()]:

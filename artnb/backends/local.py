@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import json
 import logging
+import random
 import sys
 import threading
 import time
@@ -85,6 +86,7 @@ class LocalBackend:
 
         attention.register()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+        self.tokenizer.clean_up_tokenization_spaces = False  # text is what the tokens say
         attention.check_supported(transformers.AutoConfig.from_pretrained(base))
         with without_bars():
             model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -219,9 +221,14 @@ class LocalBackend:
 
     async def load(self, folder: Path, *, policy_version: int) -> None:
         record = read_json(folder / "backend.json")
+        try:
+            version, internal, gauss = record["engine_random"]
+            drawn = (version, tuple(internal), gauss)
+            random.Random().setstate(drawn)
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / 'backend.json'} holds no random state: {error!r}") from error
         await self._in_compute(partial(self.trainer.load, folder))
-        version, internal, gauss = record["engine_random"]
-        self.engine.random.setstate((version, tuple(internal), gauss))
+        self.engine.random.setstate(drawn)
         await self.publish_weights(policy_version)
 
     async def load_adapter(self, folder: Path) -> None:

@@ -160,7 +160,7 @@ class PeftTrainer:
         with torch.no_grad():
             for parameter, value in zip(self.parameters.values(), snapshot[0], strict=True):
                 parameter.copy_(value)
-        self.optimizer.load_state_dict(snapshot[1])
+        self.optimizer.load_state_dict(copy.deepcopy(snapshot[1]))  # it would train on in the snapshot
         self.optimizer.zero_grad(set_to_none=True)
         self.merge()
 
@@ -211,6 +211,10 @@ class PeftTrainer:
         """Restore what ``save`` wrote. Everything is read and checked before anything changes."""
         adapter = _read_tensors(folder / "adapter_model.safetensors", self._shapes())
         moments = _read_file(folder / "optimizer.safetensors") if optimizer else {}
+        for key, moment in moments.items():
+            parameter = self.parameters.get(key.rpartition("/")[0])
+            if parameter is None or (moment.dim() and moment.shape != parameter.shape):
+                raise CheckpointError(f"{folder.name}: {key} of its optimizer does not fit this adapter")
         state: dict[int, dict[str, torch.Tensor]] = {}
         for index, name in enumerate(self.parameters):
             kept = {key.rpartition("/")[2]: t for key, t in moments.items() if key.rpartition("/")[0] == name}

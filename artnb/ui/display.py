@@ -42,6 +42,14 @@ def _in_kernel() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
+_free_places: dict[tuple[int | None, str], Any] = {}
+"""Finished views of the present cell: (number of its execution, title) -> handle."""
+
+
+def _cell_number() -> int | None:
+    return getattr(sys.modules["IPython"].get_ipython(), "execution_count", None)
+
+
 def show(html: str, text: str) -> None:
     """Show a finished view once."""
     Live(keep_text=True).finish(html, text)
@@ -52,12 +60,17 @@ class Live:
 
     keep_text: in a terminal, print only the finished text, over several lines if need be;
     otherwise the text is one line that is redrawn in place.
+    one_a_cell: take the place of a finished view of the same title in the same cell, so that a loop
+    leaves one line and not one a round.
     """
 
-    def __init__(self, title: str = "", *, enabled: bool = True, keep_text: bool = False) -> None:
+    def __init__(
+        self, title: str = "", *, enabled: bool = True, keep_text: bool = False, one_a_cell: bool = False
+    ) -> None:
         self.title = title
         self.mode: Mode = detect() if enabled else "none"
         self._keep_text = keep_text
+        self._one_a_cell = one_a_cell
         self._handle: Any = None
         self._last = float("-inf")
         self._width = 0
@@ -88,7 +101,7 @@ class Live:
 
     def _draw(self, html: str, text: str, *, final: bool) -> None:
         if self.mode == "html":
-            self._draw_html(html, text)
+            self._draw_html(html, text, final=final)
         elif self._keep_text:
             if final:
                 print(text, flush=True)
@@ -96,14 +109,21 @@ class Live:
             self._draw_line(text, final=final)
         self._last = time.monotonic()
 
-    def _draw_html(self, html: str, text: str) -> None:
+    def _draw_html(self, html: str, text: str, *, final: bool) -> None:
         from IPython.display import display
 
         bundle = {"text/html": html, "text/plain": text}
+        place = (_cell_number(), self.title)
+        if self._handle is None and self._one_a_cell:
+            self._handle = _free_places.pop(place, None)
         if self._handle is None:
             self._handle = display(bundle, raw=True, display_id=True)
         else:
             self._handle.update(bundle, raw=True)
+        if final and self._one_a_cell and place[0] is not None:
+            for other in [key for key in _free_places if key[0] != place[0]]:
+                del _free_places[other]
+            _free_places[place] = self._handle
 
     def _draw_line(self, text: str, *, final: bool) -> None:
         line = " ".join(text.split())
@@ -125,7 +145,7 @@ class Progress:
     def __init__(self, total: int, title: str = "", enabled: bool = True) -> None:
         self.total = total
         self.title = title
-        self.live = Live(title, enabled=enabled)
+        self.live = Live(title, enabled=enabled, one_a_cell=True)
         self._started = time.monotonic()
         self._state: dict[str, Any] = {"done": 0, "failed": 0, "mean_reward": None, "tokens": 0}
 

@@ -67,9 +67,23 @@ def table_html(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None 
     """
     kept = list(rows)
     names = list(columns) if columns is not None else list(dict.fromkeys(k for row in kept for k in row))
-    head = "".join(f"<th>{esc(name)}</th>" for name in names)
+    head = "".join(_head(name, [row.get(name) for row in kept]) for name in names)
     body = "".join("<tr>" + "".join(_cell(row.get(name)) for name in names) + "</tr>" for row in kept)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+
+def facts_html(facts: Mapping[str, Any]) -> str:
+    """Names with their values, one a line."""
+    rows = (
+        f'<tr><th style="text-align:left">{esc(name)}</th>{_cell(str(value))}</tr>'
+        for name, value in facts.items()
+    )
+    return f"<table><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _head(name: str, values: Sequence[Any]) -> str:
+    side = "left" if values and all(isinstance(value, str) for value in values) else "right"
+    return f'<th style="text-align:{side}">{esc(name)}</th>'
 
 
 def _cell(value: Any) -> str:
@@ -136,6 +150,8 @@ def _bubble(entry: Mapping[str, Any]) -> str:
             facts.append("cut off by max_tokens")
         if entry["credit"] is not None:
             facts.append(f"credit {number_text(entry['credit'])}")
+    elif entry["role"] == "assistant":
+        facts.append("given, not sampled")
     body = _details("reasoning", _pre(entry["reasoning"])) if entry["reasoning"] else ""
     if entry["text"] or not entry["calls"]:
         body += _pre(entry["text"] or "(empty)")

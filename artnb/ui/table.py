@@ -12,6 +12,15 @@ from artnb.ui.snapshot import ABOUT_STEP, number_text, reward_of
 from artnb.ui.text import table_text
 
 _MOST_ROWS = 30
+_COLUMNS = {
+    "± std": "reward_std",
+    "entropy": "entropy",
+    "KL": "kl_k3",
+    "|Δ logprob|": "logprob_gap_mean",
+    "seconds": "seconds",
+    "notes": "notes",
+}
+"""Title -> metric of the columns after the mean reward."""
 
 
 class RewardTable:
@@ -65,7 +74,9 @@ class RewardTable:
 
     def _draw(self) -> None:
         last = self._rows()[-1] if self.records else {}
-        line = ", ".join(f"{name} {number_text(value)}" for name, value in last.items() if value is not None)
+        line = ", ".join(
+            f"{name} {number_text(value)}" for name, value in last.items() if value not in (None, "")
+        )
         text = str(self) if self._live.mode == "html" else f"{self.title}: {line}"
         self._live.finish(self._repr_html_(), text)
 
@@ -78,11 +89,12 @@ class RewardTable:
         highest = max([reward for _, reward in rewards] + [1e-9])
         for row in rows:
             row[""] = "▅" * round(max(0.0, row["mean reward"] or 0.0) / highest * 12)
+        columns = ["step", "mean reward", "", *_COLUMNS]
         hidden = rows[:-_MOST_ROWS]
-        table = table_html(rows[-_MOST_ROWS:])
+        table = table_html(rows[-_MOST_ROWS:], columns)
         if hidden:
             summary = f"<summary>{len(hidden)} earlier steps</summary>"
-            table = f"<details>{summary}{table_html(hidden)}</details>{table}"
+            table = f"<details>{summary}{table_html(hidden, columns)}</details>{table}"
         chart = self.curve() if rewards else ""
         return f"<div><b>{esc(self.title)}</b><div>{chart}</div>{table}</div>"
 
@@ -99,17 +111,12 @@ def _record(result: Any) -> dict[str, Any]:
 
 def _row(record: Mapping[str, Any]) -> dict[str, Any]:
     notes = [f"skipped: {record['skipped']}"] if record.get("skipped") else []
-    dropped = sum((record.get("dropped") or {}).values())
-    if dropped and not notes:
-        notes.append(f"{dropped} left out")
+    if not notes:
+        notes += [f"{count} × {reason}" for reason, count in (record.get("dropped") or {}).items() if count]
     notes += ["⚠ warning"] * bool(record.get("warnings"))
+    values = dict(record) | {"notes": "; ".join(notes)}
     return {
         "step": record.get("step"),
         "mean reward": reward_of(record),
-        "± std": record.get("reward_std"),
-        "entropy": record.get("entropy"),
-        "KL": record.get("kl_k3"),
-        "|Δ logprob|": record.get("logprob_gap_mean"),
-        "seconds": record.get("seconds"),
-        "note": "; ".join(notes),
+        **{title: values.get(name) for title, name in _COLUMNS.items()},
     }

@@ -42,7 +42,7 @@ class Variant:
     history: str = "last"
     """``last``: each turn sees only the current board; ``full``: the whole game so far."""
     hint: str = "none"
-    """``legal`` lists the legal moves below the board, ``empties`` also the empty cells after each
+    """``legal`` lists the legal moves below the board, ``merges`` also how many pairs each merges
     (True means this one): it does part of the player's thinking."""
     illegal: str = "lost_turn"
     """A move that changes nothing: ``lost_turn``, or ``end`` of the game."""
@@ -57,7 +57,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         if isinstance(self.hint, bool):
-            object.__setattr__(self, "hint", "empties" if self.hint else "none")
+            object.__setattr__(self, "hint", "merges" if self.hint else "none")
         require(3 <= self.board <= 8, f"board must be 3 to 8 cells on a side, got {self.board}")
         is_power = self.win_tile >= 8 and math.log2(self.win_tile).is_integer()
         require(is_power, f"win_tile must be a power of two from 8 on, got {self.win_tile}")
@@ -68,7 +68,7 @@ class Variant:
         require_one_of("board_style", self.board_style, ("digits", "exponents", "cells"))
         require_one_of("move_style", self.move_style, ("tag", "word"))
         require_one_of("history", self.history, ("last", "full"))
-        require_one_of("hint", self.hint, ("none", "legal", "empties"))
+        require_one_of("hint", self.hint, ("none", "legal", "merges"))
         require_one_of("illegal", self.illegal, ("lost_turn", "end"))
         require_one_of("invalid", self.invalid, ("end", "lost_turn", "retry"))
         require_one_of("reward_style", self.reward_style, ("share", "art"))

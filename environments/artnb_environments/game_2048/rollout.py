@@ -21,7 +21,7 @@ BOARD_NOTE = {"digits": "", "exponents": " Each character is a cell: its power o
 HINT_NOTE = {
     "none": "",
     "legal": " Below the board stand the legal moves.",
-    "empties": " Below the board stand the legal moves, each with the empty cells after it.",
+    "merges": " Below the board stand the legal moves, each with the pairs that it merges.",
 }
 REMINDER = {
     "tag": "That was not a move. Reply with one move, for example <move>left</move>.",
@@ -47,9 +47,10 @@ def hint_text(board: Board, hint: str) -> str:
     if hint == "none":
         return ""
     moves = legal_moves(board)
-    if hint == "empties":
-        moves = [f"{move} {count_empty(shift(board, move)[0])}" for move in moves]
-    return "\n" + ", ".join(moves)
+    if hint == "merges":  # no blank before the number: a token less a move
+        before = count_empty(board)
+        moves = [f"{move}{count_empty(shift(board, move)[0]) - before}" for move in moves]
+    return "\n" + " ".join(moves)
 
 
 def user_message(board: Board, variant: Variant) -> dict[str, Any]:
