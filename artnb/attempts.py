@@ -128,6 +128,13 @@ def _trajectories(returned: Any, recorder: Any, started: float) -> list[Trajecto
         found = [returned] if isinstance(returned, Trajectory) else list(_members(returned))
     if len(found) == 1:
         recorder.fill(found[0])
+    return _finished(found, started)
+
+
+def _finished(found: Sequence[Trajectory], started: float) -> list[Trajectory]:
+    """Close the episodes; they began with the rollout, also those that it made at its end."""
+    for trajectory in found:
+        trajectory.started = min(trajectory.started, started)
     return [trajectory.finish() for trajectory in found]
 
 
@@ -152,7 +159,7 @@ def _failed(failure: Failure, returned: Any, recorder: Any, started: float) -> l
         trajectory.error = trajectory.error or failure
     if len(found) == 1:
         recorder.fill(found[0])
-    return [trajectory.finish() for trajectory in found]
+    return _finished(found, started)
 
 
 def _readable(items: list[Item]) -> list[Item]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -62,7 +63,9 @@ def build(config: Any) -> tuple[Any, Any]:
     for implementation in ("eager", attention.NAME):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+            model = transformers.AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=implementation
+            )
             for name, parameter in model.named_parameters():
                 if name.endswith("bias") or "norm" in name:
                     parameter.data += 0.3 * torch.randn(parameter.shape)

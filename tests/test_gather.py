@@ -468,6 +468,17 @@ def test_a_script_gets_interrupted_by_ctrl_c(tmp_path):
     assert not (tmp_path / "demo/owner.json").exists()
 
 
+async def test_a_trajectory_made_at_the_end_lasts_as_long_as_its_rollout():
+    async def rollout(model, scenario):
+        await asyncio.sleep(0.05)
+        return Trajectory(reward=1.0)
+
+    before = time.time()
+    groups = await gather(rollout, [0], model=SimpleNamespace(run=None), group_size=1, progress=False)
+    (trajectory,) = groups.trajectories
+    assert 0.05 <= trajectory.seconds < 1 and trajectory.started < before + 0.05
+
+
 def answer_to(client, asked):
     """The kernel's reply to this request; late ones to the start-up's questions are passed over."""
     while True:

@@ -396,4 +396,7 @@ async def test_closing_cancels_what_runs_and_may_be_repeated(make):
             await in_time(each)
     with pytest.raises(RequestError, match="closed"):
         await backend.sample(request(PROMPT))
+    with pytest.raises(RequestError, match="closed"):
+        await backend.forward_backward(rows(), CONFIG, loss_denominator=6.0)
+    assert backend.describe()["parameters"] > 0, "a closed model can still be shown"
     assert not [t for t in threading.enumerate() if t.name.startswith("artnb-compute") and t.is_alive()]

@@ -14,7 +14,7 @@ from reference_models import linear_weights, load, logprobs_of, row
 
 from artnb.backends.trainer_peft import PeftTrainer
 from artnb.config import LoraConfig, TrainConfig
-from artnb.errors import CheckpointError
+from artnb.errors import CheckpointError, ConfigurationError
 from artnb.loss import objective, token_loss
 from artnb.packing import pack
 from artnb.types import Sample
@@ -228,6 +228,12 @@ def test_chosen_layers_only_are_adapted(tiny_model):
         )
         < 1e-5
     )
+
+
+@pytest.mark.parametrize("targets", [("nothing",), ("embed_tokens",), ("q_proj", "lm_head")])
+def test_targets_that_cannot_be_trained_are_refused(tiny_model, targets):
+    with pytest.raises(ConfigurationError, match="LoRA targets"):
+        make_trainer(tiny_model, targets=targets)
 
 
 def test_an_adapters_seed_decides_its_start(tiny_model):

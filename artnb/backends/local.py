@@ -31,7 +31,7 @@ from artnb.backends.engine_torch import TorchEngine
 from artnb.backends.quiet import without_bars
 from artnb.backends.trainer_peft import PeftTrainer, read_json
 from artnb.config import LoraConfig, TrainConfig
-from artnb.errors import CheckpointError, ConfigurationError, PublicationError, require
+from artnb.errors import CheckpointError, ConfigurationError, PublicationError, RequestError, require
 from artnb.loss import summarize
 from artnb.types import Sample
 
@@ -99,11 +99,20 @@ class LocalBackend:
             )
         except TypeError as error:
             raise ConfigurationError(f"engine_kwargs: {error}") from error
-        self.trainer = PeftTrainer(model, self.lora)
+        self._trainer: PeftTrainer | None = PeftTrainer(model, self.lora)
         self.max_context = self.engine.max_context
         self._published = self._factors()
         probe = self.tokenizer(_PROBE, add_special_tokens=False).input_ids
         self._probe: list[int] = list(probe)[:64]
+        trainable = sum(p.numel() for p in self.trainer.parameters.values())
+        parameters = sum(p.numel() for p in model.parameters())
+        self._sizes = {"trainable_parameters": trainable, "parameters": parameters}
+
+    @property
+    def trainer(self) -> PeftTrainer:
+        if self._trainer is None:
+            raise RequestError("the model is closed; run the cell that makes the Model again")
+        return self._trainer
 
     @property
     def policy_version(self) -> int:
@@ -255,8 +264,7 @@ class LocalBackend:
             "device": "cpu",
             "engine": "torch",
             "threads": torch.get_num_threads(),
-            "trainable_parameters": sum(p.numel() for p in self.trainer.parameters.values()),
-            "parameters": sum(p.numel() for p in self.trainer.model.parameters()),
+            **self._sizes,
         }
 
     async def close(self) -> None:
@@ -265,8 +273,8 @@ class LocalBackend:
         self._closed = True
         self.engine.close()
         await asyncio.to_thread(self._compute.shutdown)
-        del self.engine.decoder, self.engine.cache, self.trainer
-        self._published = {}
+        del self.engine.decoder, self.engine.cache
+        self._trainer, self._published = None, {}
 
 
 def _dtype(name: str | None) -> torch.dtype:

@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from artnb.errors import ConfigurationError
+
 
 class _MergedLinear(torch.autograd.Function):
     """y = x @ merged.T + bias; gradients reach x and, through the factors, A and B."""
@@ -83,4 +85,7 @@ def merged_layers(model: torch.nn.Module, adapter: str = "default") -> Iterator[
     prefix = "base_model.model."
     for name, module in model.named_modules():
         if isinstance(module, LoraLayer):
+            if not isinstance(module.base_layer, torch.nn.Linear):
+                kind = type(module.base_layer).__name__
+                raise ConfigurationError(f"LoRA targets: {name.removeprefix(prefix)} is {kind}, not Linear")
             yield MergedLora(name.removeprefix(prefix), module, adapter)

@@ -15,7 +15,7 @@ import torch
 from artnb.backends.attention import TreePlan
 from artnb.backends.lora import MergedLora, merged_layers
 from artnb.config import LoraConfig, TrainConfig
-from artnb.errors import CheckpointError
+from artnb.errors import CheckpointError, ConfigurationError
 from artnb.logprobs import sampled_logprobs
 from artnb.loss import objective, token_loss
 from artnb.packing import PackedBatch, pack
@@ -40,10 +40,15 @@ class PeftTrainer:
         )
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(lora.seed)
-            self.peft_model = peft.get_peft_model(model, peft_config)
+            try:
+                self.peft_model = peft.get_peft_model(model, peft_config)
+            except ValueError as error:
+                raise ConfigurationError(f"LoRA targets: {error}") from error
         self.model = model
         self.device = model.device
         self.layers: list[MergedLora] = list(merged_layers(self.peft_model))
+        if any(layer.layer is model.get_output_embeddings() for layer in self.layers):
+            raise ConfigurationError("LoRA targets: the output layer cannot have an adapter")
         self.parameters: dict[str, torch.nn.Parameter] = {}
         for layer in self.layers:
             for kind, parameter in (("lora_A", layer.a), ("lora_B", layer.b)):

@@ -1,0 +1,49 @@
+"""Learning runs on the bundled model: minutes each, so `make test-slow` runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import artnb as nb
+
+pytestmark = pytest.mark.slow
+
+
+async def test_it_learns_to_use_a_tool_on_items_it_never_saw(tmp_path: Path) -> None:
+    environment = nb.load_environment("tool_lookup")
+    heldout = environment.scenarios("test", n=64)
+    with nb.Model(run="tool", root=tmp_path) as model:
+        before = await nb.evaluate(environment.rollout, heldout, model=model)
+        for step in model.run.steps(14):
+            scenarios = environment.scenarios("train", n=8, seed=step)
+            groups = await nb.gather(environment.rollout, scenarios, model=model)
+            await nb.train_step(model, groups, learning_rate=1e-3)
+        after = await nb.evaluate(environment.rollout, heldout, model=model)
+    assert before.mean_reward is not None and before.mean_reward <= 0.3
+    assert after.mean_reward is not None and after.mean_reward >= 0.9
+
+
+async def test_it_learns_to_play_2048_better_than_random_legal_moves(tmp_path: Path) -> None:
+    environment = nb.load_environment(
+        "game_2048", preset="tile16", move_style="word", max_tokens=1, examples=4, hint="merges", credit=True
+    )
+    heldout = environment.scenarios("test", n=100)
+    legal = nb.evaluate_baseline(environment, "random_legal", heldout)
+    with nb.Model(run="2048", root=tmp_path) as model:
+        for step in model.run.steps(12):
+            scenarios = environment.scenarios("train", n=6, seed=step)
+            groups = await nb.gather(environment.rollout, scenarios, model=model)
+            await nb.train_step(
+                model,
+                groups,
+                learning_rate=7e-4 * max(0.3, 1 - 0.07 * step),
+                advantage="grpo",
+                credit_weight=0.8,
+                entropy_coef=0.003,
+                max_samples=120,
+            )
+        after = await nb.evaluate(environment.rollout, heldout, model=model)
+    assert after.mean_reward is not None and after.mean_reward >= 0.6
+    assert after.metrics["win"] > legal.metrics["win"]
