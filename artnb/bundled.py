@@ -101,10 +101,11 @@ def _download(scratch: Path, say: Callable[[str], None]) -> Path:
 
 def _convert(gguf: Path, target: Path) -> None:
     torch = require("torch", extra="cpu", why="to load a model")
+    from artnb.backends.quiet import import_tqdm, without_bars
+
+    import_tqdm()
     transformers = require("transformers", extra="cpu", why="to load a model")
     require("gguf", extra="cpu", why="to read the bundled model")
-    from artnb.backends.quiet import without_bars
-
     with without_bars():
         model = transformers.AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.float32

@@ -15,7 +15,7 @@ from artnb.bundled import BUNDLED, bundled_model
 from artnb.chat import ChatApp
 from artnb.client import async_client, sync_client
 from artnb.config import LoraConfig, SamplingConfig
-from artnb.errors import CheckpointError, ConfigurationError, RunMismatch
+from artnb.errors import CheckpointError, ConfigurationError, RunMismatch, require
 from artnb.rendering import make_renderer
 from artnb.store import Run
 from artnb.store.folder import RunFolder, differences, run_path
@@ -121,6 +121,7 @@ class Model:
         name = BUNDLED if base is None else str(base)
         started, live = time.monotonic(), Live()
         live.update(f"Loading {esc(name)} ...", f"Loading {name} ...")
+        require("torch", extra="cpu", why="to run a model in this kernel")
         from artnb.backends.local import LocalBackend
 
         loaded = LocalBackend(

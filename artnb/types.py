@@ -269,6 +269,11 @@ class Trajectory:
         values["error"] = Failure(**values["error"]) if values.get("error") else None
         return cls(**values)
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from artnb.ui.text import trajectory_text
+
+        printer.text(trajectory_text(self))
+
     def _repr_html_(self) -> str:
         from artnb.ui.html import trajectory_html
 
@@ -315,6 +320,11 @@ class TrajectoryGroup:
         values = dict(record)
         values["trajectories"] = [Trajectory.from_json(t) for t in values["trajectories"]]
         return cls(**values)
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        from artnb.ui.text import groups_text
+
+        printer.text(groups_text([self]))
 
     def _repr_html_(self) -> str:
         from artnb.ui.html import groups_html

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,17 @@ def tiny_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) ->
         LlamaForCausalLM(config).save_pretrained(folder)
     tiny_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Tiny products gain nothing from threads, and threads that wait for each other slow the machine."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

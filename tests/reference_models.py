@@ -20,8 +20,6 @@ from artnb.types import Sample
 
 Weights = Mapping[str, torch.Tensor]
 
-torch.set_num_threads(1)  # tiny products gain nothing from threads, and waiting threads slow the others
-
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32, implementation: str = "eager") -> Any:
     """A frozen model of transformers; ``implementation="artnb"`` for an engine or a trainer."""

@@ -14,6 +14,8 @@ from artnb.backends import attention
 from artnb.backends.attention import TreePlan
 from artnb.backends.decoder import LeanDecoder, ModulesDecoder, PackedLinear, make_decoder
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPE = {
     "vocab_size": 203,
     "hidden_size": 48,

@@ -21,6 +21,8 @@ from artnb.backends.engine_torch import TorchEngine
 from artnb.config import SamplingConfig
 from artnb.errors import NonFiniteLogits, PromptTooLong, RequestError
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = 1e-4
 """Largest difference of logprobs between engine and transformers, both in fp32."""
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
@@ -125,7 +127,7 @@ def test_score_is_the_logprob_of_each_token_after_the_first(make, plain):
 @settings(
     max_examples=12,
     deadline=None,
-    database=None,
+    derandomize=True,
     phases=[Phase.generate],
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

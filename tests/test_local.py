@@ -26,6 +26,8 @@ from artnb.errors import (
     RequestError,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 EXACT = 1e-4
 CONFIG = TrainConfig(learning_rate=0.02)
 PROMPT = tuple(range(30, 90))

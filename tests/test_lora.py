@@ -10,6 +10,8 @@ import torch
 
 from artnb.backends.lora import MergedLora, merged_layers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Net(torch.nn.Module):
     """Two linear layers, the first with a bias."""

@@ -20,6 +20,8 @@ import artnb as nb
 from artnb.model import _live
 from artnb.store.owner import read_owner
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def adapter_of(model):
     return [p.detach().clone() for p in model.backend.trainer.parameters.values()]
@@ -219,11 +221,25 @@ async def test_a_failed_construction_gives_everything_back(tmp_path):
     ],
 )
 def test_a_parameter_that_cannot_work_leaves_nothing_open(tiny_model, tmp_path, options, message):
-    threads = threading.active_count()
     with pytest.raises(nb.ConfigurationError, match=message):
         open_model(tiny_model, tmp_path, **options)
-    assert not _live and threading.active_count() == threads
+    assert not _live and "artnb" not in " ".join(thread.name for thread in threading.enumerate())
     assert not (tmp_path / "demo").exists()
+
+
+def test_without_torch_it_names_what_to_install(tmp_path):
+    script = """
+import sys
+sys.modules["torch"] = None
+import artnb as nb
+try:
+    nb.Model(root=sys.argv[1])
+except nb.MissingDependency as error:
+    print(error)
+"""
+    answer = subprocess.run([sys.executable, "-c", script, tmp_path], capture_output=True, text=True)
+    assert 'pip install "artnb[cpu]"' in answer.stdout, answer.stderr
+    assert not list(tmp_path.iterdir())
 
 
 # Two processes

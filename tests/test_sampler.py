@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from artnb.backends.sampler import draw, processed
 from artnb.config import SamplingConfig
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 HALVES = torch.tensor([0.1, 0.5, 0.25, 0.15]).log()
 """Four tokens whose probabilities are easy to add up."""
 
@@ -96,7 +98,7 @@ def test_evenly_spaced_numbers_give_each_token_its_share():
     top_p=st.floats(0.01, 1.0),
     temperature=st.sampled_from([0.0, 0.2, 1.0, 3.0]),
 )
-@settings(max_examples=150, deadline=None, database=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_a_drawn_token_was_possible_and_its_logprob_is_the_distributions(
     logits, uniform, top_k, top_p, temperature
 ):

@@ -8,6 +8,7 @@ from steps import attempt, copied, group, open_fake, open_model, play
 import artnb as nb
 from artnb.types import Groups
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 MEASURED = {
     *("loss", "entropy", "kl_k1", "kl_k3", "grad_norm", "learning_rate", "effective_sample_size"),
     *("ratio_p05", "ratio_p50", "ratio_p95", "ratio_p99", "ratio_max", "fraction_capped", "fraction_clipped"),

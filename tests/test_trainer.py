@@ -19,6 +19,8 @@ from artnb.loss import objective, token_loss
 from artnb.packing import pack
 from artnb.types import Sample
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 Gradients = dict[str, torch.Tensor]
 
 

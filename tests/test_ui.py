@@ -282,3 +282,13 @@ def test_a_step_shows_its_warnings():
     table.add(result)
     table.add({"step": 2, "dropped": {"equal rewards": 3}})
     assert "⚠ warning" in repr(table) and "3 × equal rewards" in repr(table)
+
+
+def test_a_notebook_without_html_still_reads_well():
+    from IPython.lib.pretty import pretty
+
+    one = trajectory("hello")
+    assert pretty(one) == trajectory_text(one)
+    group = TrajectoryGroup([one], scenario_id="first")
+    assert pretty(group) == groups_text([group])
+    assert pretty(Groups([group])) == repr(Groups([group]))

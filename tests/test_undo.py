@@ -19,6 +19,7 @@ from steps import copied, group, open_fake, open_model, play
 import artnb as nb
 from artnb.store import checkpoints
 
+pytestmark = pytest.mark.usefixtures("one_thread")  # sums over two threads are other sums
 LEARN = {"learning_rate": 1e-2}
 
 
@@ -342,7 +343,8 @@ async def test_a_process_that_is_interrupted_and_then_killed_loses_nothing(tiny_
         str(file),
         str(Path(__file__).parent),
     ]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout.readline() == "training\n"
         process.send_signal(signal.SIGINT)
         assert process.stdout.readline() == "interrupted 1 1\n"

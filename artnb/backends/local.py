@@ -28,7 +28,7 @@ from artnb.backends import attention
 from artnb.backends.base import Publication, SampleRequest, SampleResult
 from artnb.backends.decoder import Weights
 from artnb.backends.engine_torch import TorchEngine
-from artnb.backends.quiet import without_bars
+from artnb.backends.quiet import import_tqdm, without_bars
 from artnb.backends.trainer_peft import PeftTrainer, read_json
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import CheckpointError, ConfigurationError, PublicationError, RequestError, require
@@ -65,6 +65,7 @@ class LocalBackend:
         checkpoint: Callable[[str], Path] | None = None,
         seed: int = 0,
     ) -> None:
+        import_tqdm()
         require("transformers", extra="cpu", why="to run a model in this kernel")
         require("peft", extra="cpu", why="to train an adapter")
         _tune_malloc()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from typing import Any
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
     """Hide the bars of weights being read and converted; downloads from a hub keep theirs."""
+    import_tqdm()
     from huggingface_hub import utils as hub
     from transformers.utils import logging
 
@@ -32,3 +34,10 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()
         if hub_was_off:
             hub.disable_progress_bars()
+
+
+def import_tqdm() -> None:
+    """Import what transformers imports anyway, without its advice to install widgets."""
+    with warnings.catch_warnings(), contextlib.suppress(ModuleNotFoundError):  # then so is transformers
+        warnings.filterwarnings("ignore", message="IProgress not found")
+        importlib.import_module("tqdm.auto")
