@@ -137,7 +137,7 @@ async def _update(backend: Any, rows: Rows, config: TrainConfig, version: int) -
 
 
 def _why_nothing(rows: Rows) -> str:
-    reasons = ", ".join(f"{count} x {reason}" for reason, count in rows.dropped.items()) or "no groups"
+    reasons = ", ".join(f"{count} × {reason}" for reason, count in rows.dropped.items()) or "no groups"
     return f"nothing to learn from: {reasons}"
 
 

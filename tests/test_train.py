@@ -127,7 +127,7 @@ async def test_it_drops_what_teaches_nothing_with_reason_and_count(fake):
 
 async def test_a_step_with_nothing_to_learn_from_is_visible_and_moves_only_the_step(fake):
     result = await nb.train_step(fake, [group(1.0, 1.0), group(0.0, 0.0)])
-    assert "nothing to learn from: 2 x" in result.skipped
+    assert "nothing to learn from: 2 ×" in result.skipped
     assert (result.step, result.policy_version, fake.run.step, fake.policy_version) == (0, 0, 1, 0)
     assert result.skipped in repr(result) and "skipped" in result._repr_html_()
     assert fake.run.metrics()[0]["skipped"] == result.skipped
@@ -137,7 +137,7 @@ async def test_a_step_with_nothing_to_learn_from_is_visible_and_moves_only_the_s
 
 
 async def test_strict_raises_instead_and_leaves_the_step(fake):
-    with pytest.raises(nb.NothingToTrain, match="2 x"):
+    with pytest.raises(nb.NothingToTrain, match="2 ×"):
         await nb.train_step(fake, [group(1.0, 1.0), group(0.0, 0.0)], strict=True)
     with pytest.raises(nb.NothingToTrain, match="no groups"):
         await nb.train_step(fake, [], strict=True)
