@@ -263,3 +263,11 @@ def test_a_block_extends_another_without_changing_it():
         output = BlockPlan(longer, 3).attend(layer, *new, 0.5)
         assert torch.allclose(output.double(), expected([1, 2, 3, 4, 5], 2, layer), atol=1e-5)
         assert first.keys[layer].shape[1] == 3 and longer.keys[layer].shape[1] == 5
+
+
+def test_clearing_gives_the_slots_back_that_a_long_sequence_took() -> None:
+    cache = KVCache(1, 1, 4, torch.float32, slots=8, budget_bytes=8 * 256 * 32)
+    cache.resize(1024)
+    assert len(cache.slots) == 2
+    cache.clear()
+    assert len(cache.slots) == 8

@@ -190,6 +190,7 @@ class _TreeAttention(torch.autograd.Function):
         return output
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         kv_heads, accumulate = key.shape[1], torch.promote_types(key.dtype, torch.float32)

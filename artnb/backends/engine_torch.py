@@ -202,11 +202,13 @@ class TorchEngine:
 
     def _wait_for_more(self) -> None:
         """Give the others of a crowd a moment to arrive: prompts that come together share prefixes."""
-        for _ in range(10):
+        for _ in range(100):
             waiting = len(self._waiting)
+            if self._commands or waiting in (0, len(self.cache.slots)):
+                break
             time.sleep(0.003)
             self._receive()
-            if self._commands or len(self._waiting) in (waiting, 0):
+            if len(self._waiting) == waiting:
                 break
 
     def _step(self) -> None:

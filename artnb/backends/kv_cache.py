@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import torch
 
 Tokens = tuple[int, ...]
+_FIRST_CAPACITY = 256
+"""Own tokens that a slot has room for, until a sequence needs more."""
 _clock = itertools.count()
 
 
@@ -69,7 +71,7 @@ class KVCache:
         self.blocks: list[Block] = []
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
-        self.resize(256)
+        self.resize(_FIRST_CAPACITY)
 
     @property
     def max_tokens(self) -> int:
@@ -179,6 +181,8 @@ class KVCache:
             assert not slot.busy, "weights change only between requests"
             self.release(slot, forget=True)
         self.blocks.clear()
+        if self.capacity > _FIRST_CAPACITY:  # long sequences left room for few slots
+            self.resize(_FIRST_CAPACITY)
 
 
 class BatchPlan:
