@@ -52,9 +52,9 @@ class TorchEngine:
 
     model: a causal language model loaded with ``attn_implementation="artnb"``. Its parameters are
     shared; only linear layers get packed copies. provider: returns the linear weights of a policy
-    by layer name and the policy's version; called when requests ask for
-    another policy than the one served. compute: an executor with one thread, on which every step
-    runs; the constructor must run there too.
+    by layer name and the policy's version; called when requests ask for another policy than the one
+    served. compute: an executor with one thread, on which every step runs; the constructor must run
+    there too.
     """
 
     def __init__(
@@ -274,14 +274,16 @@ class TorchEngine:
         taken = {id(r) for r in candidates}
         self._waiting = deque(r for r in self._waiting if id(r) not in taken)
         self._running += candidates
-        self._share_prefixes(candidates)
         idle = self.cache.idle_by_sequence()
         lengths = sorted({len(tokens) for tokens in idle}, reverse=True)
+        self._share_prefixes(candidates, idle, lengths)
         now = time.time()
         for running in candidates:
             prompt = running.request.prompt_ids
             known = (*prompt, *running.ids)
-            running.slot = self._reuse(known, idle, lengths) or self.cache.take(self.cache.find_block(known))
+            continued = _continued(known, idle, lengths)
+            block = continued.block if continued else self.cache.find_block(known)
+            running.slot = self.cache.take(block, reuse=continued)
             running.pending = list(known[running.slot.length :])
             running.started = running.started or now
             self._recent.append(prompt)
@@ -289,24 +291,11 @@ class TorchEngine:
             self.counters["computed_prompt_tokens"] += len(running.pending)
         self.cache.compact()
 
-    def _reuse(
-        self, prompt: tuple[int, ...], idle: dict[tuple[int, ...], Slot], lengths: list[int]
-    ) -> Slot | None:
-        """An idle slot whose whole sequence the prompt continues: the next turn of a conversation."""
-        for length in lengths:
-            slot = idle.get(prompt[:length]) if length < len(prompt) else None
-            if slot is not None and not slot.busy and slot.length == length:
-                return self.cache.take(slot.block, reuse=slot)
-        return None
-
-    def _share_prefixes(self, candidates: list[_Running]) -> None:
-        idle = self.cache.idle_by_sequence()
-        lengths = {len(tokens) for tokens in idle}
-        fresh = [
-            r.request.prompt_ids
-            for r in candidates
-            if not any(r.request.prompt_ids[:n] in idle for n in lengths if n < len(r.request.prompt_ids))
-        ]
+    def _share_prefixes(
+        self, candidates: list[_Running], idle: dict[tuple[int, ...], Slot], lengths: list[int]
+    ) -> None:
+        prompts = [r.request.prompt_ids for r in candidates]
+        fresh = [prompt for prompt in prompts if _continued(prompt, idle, lengths) is None]
         if not fresh:
             return
         # prompts seen a moment ago tell that a lone newcomer belongs to a crowd
@@ -414,6 +403,15 @@ class TorchEngine:
             self.cache.release(running.slot, forget=not keep)
             if not keep:
                 self.cache.erase(running.slot)
+
+
+def _continued(prompt: tuple[int, ...], idle: dict[tuple[int, ...], Slot], lengths: list[int]) -> Slot | None:
+    """The idle slot whose whole sequence the prompt continues: the next turn of a conversation."""
+    for length in lengths:
+        slot = idle.get(prompt[:length]) if length < len(prompt) else None
+        if slot is not None and not slot.busy and slot.length == length:
+            return slot
+    return None
 
 
 def _obey(future: Future[Any], function: Callable[[], Any]) -> None:
