@@ -32,6 +32,7 @@ from artnb.gather import gather, last
 from artnb.parameters import parameters
 from artnb.report import report
 from artnb.rewards import Reward
+from artnb.schedule import schedule
 from artnb.store import Run
 from artnb.types import (
     Failure,
@@ -95,6 +96,7 @@ __all__ = [
     "parameters",
     "report",
     "run",
+    "schedule",
     "train_step",
 ]
 

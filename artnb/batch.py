@@ -10,11 +10,12 @@ import math
 import random
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from artnb.advantage import Dropped, advantages, blend, credit_baseline
 from artnb.config import TrainConfig
+from artnb.draw import draw
 from artnb.packing import PackedBatch, Segment, pack
 from artnb.types import Sample, Trajectory, TrajectoryGroup, Turn
 
@@ -114,10 +115,9 @@ def to_samples(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, step: 
             notes["trajectories_split"] += len(own) > 1
             dropped[NO_TURN] += not own
             rows += own
-    drawn = _draw(rows, config, step)
-    if len(drawn) < len(rows):
-        dropped[NOT_DRAWN] = len(rows) - len(drawn)
-    return Rows(_weigh(drawn, config), dict(+dropped), dict(notes))
+    samples = _draw(_weigh(rows, config), config, step)
+    dropped[NOT_DRAWN] = len(rows) - len(samples)
+    return Rows(samples, dict(+dropped), dict(notes))
 
 
 def loss_denominator(samples: Iterable[Sample], config: TrainConfig) -> float:
@@ -199,11 +199,20 @@ def _rows(turns: Sequence[Turn], turn_advantages: Sequence[float], trajectory: t
     return rows
 
 
-def _draw(rows: list[_Row], config: TrainConfig, step: int) -> list[_Row]:
-    if config.max_samples is None or len(rows) <= config.max_samples:
-        return rows
+def _draw(samples: list[Sample], config: TrainConfig, step: int) -> list[Sample]:
+    """At most ``config.max_samples`` rows, those with large advantages sooner and weighing less."""
+    if config.max_samples is None or len(samples) <= config.max_samples:
+        return samples
     generator = random.Random(f"{config.seed}/{step}")
-    return [rows[i] for i in sorted(generator.sample(range(len(rows)), config.max_samples))]
+    drawn = draw([_influence(sample) for sample in samples], config.max_samples, generator)
+    return [
+        replace(samples[index], weights_T=tuple(factor * weight for weight in samples[index].weights_T))
+        for index, factor in drawn
+    ]
+
+
+def _influence(sample: Sample) -> float:
+    return math.fsum(w * abs(a) for w, a in zip(sample.weights_T, sample.advantages_T, strict=True))
 
 
 def _weigh(rows: Sequence[_Row], config: TrainConfig) -> list[Sample]:

@@ -103,7 +103,8 @@ class TrainConfig:
     minibatches: int = 1
     """Optimizer updates in one step."""
     max_samples: int | None = None
-    """Train on at most this many rows a step, drawn at random; the rest are counted, not lost."""
+    """Train on at most this many rows a step. Rows with large advantages are drawn sooner and weigh
+    less in return, so that the expected gradient stays (see ``draw``); the rest are counted, not lost."""
     microbatch_tokens: int = 4096
     """Packed tokens in one forward and backward."""
     share_prefixes: bool = True

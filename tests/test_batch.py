@@ -2,6 +2,7 @@
 
 import math
 import random
+from collections import Counter
 from itertools import pairwise
 
 import numpy as np
@@ -174,13 +175,17 @@ def test_max_samples_draws_the_same_rows_for_the_same_step_and_counts_the_rest()
     assert len(drawn[0].samples) == 4 and drawn[0].dropped == {"not drawn (max_samples)": 4}
 
 
-def test_trajectory_weights_are_shared_by_the_rows_that_were_drawn():
-    config = TrainConfig(max_samples=3, aggregate="trajectory")
-    samples = to_samples(a_step(6, 6), config).samples
-    totals = {}
-    for sample in samples:
-        totals[sample.trajectory_id] = totals.get(sample.trajectory_id, 0.0) + sum(sample.weights_T)
-    assert list(totals.values()) == pytest.approx([4.5, 4.5])
+def test_rows_with_large_advantages_are_drawn_sooner_and_weigh_less():
+    trajectories = [a_trajectory(a_turn([n], [n]), reward=float(n >= 14), id=f"t{n}") for n in range(16)]
+    config = TrainConfig(max_samples=4)
+    counts, totals = Counter(), Counter()
+    for step in range(400):
+        for sample in to_samples([TrajectoryGroup(trajectories)], config, step=step).samples:
+            won = sample.advantages_T[-1] > 0
+            counts[won] += 1
+            totals[won] += sum(sample.weights_T)
+    assert counts[True] / 2 > 2 * counts[False] / 14
+    assert totals[True] / 2 == pytest.approx(totals[False] / 14, rel=0.15)
 
 
 def test_minibatches_are_even_and_keep_trajectories_whole():

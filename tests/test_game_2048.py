@@ -178,6 +178,17 @@ def test_a_turn_s_credit_is_its_merges_and_minus_one_for_a_lost_turn() -> None:
     assert episode.fumble() == -1.0 and episode.ended_by == "invalid"
 
 
+def test_relative_credit_compares_a_move_with_the_mean_of_the_legal_ones() -> None:
+    episode = Episode(scenario(credit="relative", win_tile=64, max_turns=99))
+    board = ((2, 2, 4, 4), (0,) * 4, (0,) * 4, (0,) * 4)  # left and right merge two pairs, down none
+    for move, credit in (("left", 2 - 4 / 3), ("down", 0 - 4 / 3), ("up", -1 - 4 / 3)):
+        episode.game.board = board
+        assert episode.play(move) == pytest.approx(credit)
+    episode.game.board = ((2, 0, 0, 0), (0,) * 4, (0,) * 4, (0,) * 4)
+    assert episode.play("right") == 0.0, "where no move merges, any legal one is as good"
+    assert episode.fumble() == -1.0
+
+
 def test_illegal_and_invalid_moves_follow_the_variant() -> None:
     episode = Episode(scenario(illegal="end"))
     episode.game.board = ((2, 0, 0, 0), (0,) * 4, (0,) * 4, (0,) * 4)

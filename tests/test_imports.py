@@ -22,7 +22,7 @@ PUBLIC = {
     *("SamplingConfig", "LoraConfig", "TrainConfig"),
     # verbs
     *("gather", "train_step", "evaluate", "evaluate_baseline", "compare", "last", "run", "report"),
-    *("parameters",),
+    *("parameters", "schedule"),
     *("load_environment", "available_environments"),
     # errors
     *("ArtnbError", "MissingDependency", "ConfigurationError", "RequestError", "PromptTooLong"),
@@ -40,7 +40,7 @@ LAYERS = (
     ("types", "errors", "config"),
     ("ui", "prompt_memory", "recording"),
     ("store", "report", "parameters", "environments"),
-    ("advantage", "batch", "packing"),
+    ("schedule", "draw", "advantage", "batch", "packing"),
     ("logprobs", "loss"),
     ("backends", "bundled", "tool_calls", "rendering"),
     ("chat_request", "chat", "client", "serve"),

@@ -13,9 +13,9 @@ from artnb_environments.game_2048.game import (
     MOVES,
     SPAWN,
     Board,
-    count_empty,
     empty_cells,
     legal_moves,
+    merges_of_moves,
     place,
     shift,
 )
@@ -40,9 +40,9 @@ def corner(board: Board, draw: random.Random) -> str:
 
 
 def greedy_moves(board: Board) -> list[str]:
-    """The legal moves that leave the most empty cells."""
-    after = {move: count_empty(shift(board, move)[0]) for move in legal_moves(board)}
-    return [move for move, empty in after.items() if empty == max(after.values())]
+    """The legal moves that merge the most pairs, and so leave the most empty cells."""
+    merges = merges_of_moves(board)
+    return [move for move, pairs in merges.items() if pairs == max(merges.values())]
 
 
 def greedy(board: Board, draw: random.Random) -> str:

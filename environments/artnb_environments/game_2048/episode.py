@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 from typing import Any
 
 from artnb import Scenario, Trajectory
 from artnb_environments import make_scenarios, require, require_one_of, variant_of
-from artnb_environments.game_2048.game import Game, count_empty, max_tile, tile_sum
+from artnb_environments.game_2048.game import Game, max_tile, merges_of_moves, tile_sum
 
 metrics = ("win", "turns", "max_tile", "illegal", "invalid", "score")
 
@@ -50,14 +51,18 @@ class Variant:
     """A reply that is not a move: ``end`` of the game, ``lost_turn``, or ``retry``: ask again, once."""
     reward_style: str = "share"
     """``share``: 1 for a win, else 0.5 * min(1, sum of tiles / (2 * win_tile)); ``art``: ART's formula."""
-    credit: bool = False
-    """Give each turn a credit of its own: the number of merges, or -1 for a move lost."""
+    credit: str = "none"
+    """A credit for each turn. ``merges`` (True means this one): the merges that the move made, -1 for a
+    move lost; ``relative``: the same, minus the mean over the moves that were legal on that board, so
+    that a board where every move is as good as any other teaches nothing."""
     max_tokens: int | None = None
     """Longest reply; None: 10 for tag, 4 for word."""
 
     def __post_init__(self) -> None:
         if isinstance(self.hint, bool):
             object.__setattr__(self, "hint", "merges" if self.hint else "none")
+        if isinstance(self.credit, bool):
+            object.__setattr__(self, "credit", "merges" if self.credit else "none")
         require(3 <= self.board <= 8, f"board must be 3 to 8 cells on a side, got {self.board}")
         is_power = self.win_tile >= 8 and math.log2(self.win_tile).is_integer()
         require(is_power, f"win_tile must be a power of two from 8 on, got {self.win_tile}")
@@ -67,6 +72,7 @@ class Variant:
         require_one_of("rules", self.rules, ("classic", "art"))
         require_one_of("board_style", self.board_style, ("digits", "exponents", "cells"))
         require_one_of("move_style", self.move_style, ("tag", "word"))
+        require_one_of("credit", self.credit, ("none", "merges", "relative"))
         require_one_of("history", self.history, ("last", "full"))
         require_one_of("hint", self.hint, ("none", "legal", "merges"))
         require_one_of("illegal", self.illegal, ("lost_turn", "end"))
@@ -94,19 +100,26 @@ class Episode:
         """The move of each turn, ``""`` for a reply that was none."""
 
     def play(self, move: str) -> float:
-        """Make a move; returns the turn's credit: the merges it made, or -1 when nothing moved."""
-        empty_before = count_empty(self.game.board)
+        """Make a move; returns the turn's credit."""
+        credit = self._credit(move)
         moved = self.game.move(move)
-        credit = float(count_empty(self.game.board) - empty_before + 1) if moved else -1.0
         self.illegal += not moved
         self._end_turn(move, "illegal" if not moved and self.variant.illegal == "end" else "")
         return credit
 
     def fumble(self) -> float:
-        """Take a reply that is not a move as this turn; returns the turn's credit, -1."""
+        """Take a reply that is not a move as this turn; returns the turn's credit."""
+        credit = self._credit("")
         self.invalid += 1
         self._end_turn("", "" if self.variant.invalid == "lost_turn" else "invalid")
-        return -1.0
+        return credit
+
+    def _credit(self, move: str) -> float:
+        merges = merges_of_moves(self.game.board)
+        credit = float(merges.get(move, -1))
+        if self.variant.credit == "relative" and merges:
+            credit -= statistics.fmean(merges.values())
+        return credit
 
     def _end_turn(self, move: str, ended_by: str) -> None:
         self.turns += 1

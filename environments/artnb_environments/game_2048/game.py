@@ -57,6 +57,16 @@ def legal_moves(board: Board) -> list[str]:
     return [move for move in MOVES if shift(board, move)[0] != board]
 
 
+def merges_of_moves(board: Board) -> dict[str, int]:
+    """How many pairs each legal move merges.
+
+    >>> merges_of_moves(((2, 2, 0), (0, 0, 0), (0, 0, 0)))
+    {'left': 1, 'right': 1, 'down': 0}
+    """
+    after = {move: shift(board, move)[0] for move in MOVES}
+    return {move: count_empty(b) - count_empty(board) for move, b in after.items() if b != board}
+
+
 def empty_cells(board: Board) -> list[tuple[int, int]]:
     return [(i, j) for i, row in enumerate(board) for j, tile in enumerate(row) if not tile]
 

@@ -10,7 +10,7 @@ from artnb import History, Scenario, Trajectory, Turn
 from artnb_environments import read_tagged
 from artnb_environments.game_2048.baselines import greedy_moves
 from artnb_environments.game_2048.episode import Episode, Variant
-from artnb_environments.game_2048.game import MOVES, Board, Game, count_empty, legal_moves, shift
+from artnb_environments.game_2048.game import MOVES, Board, Game, legal_moves, merges_of_moves
 
 SYSTEM = {
     "tag": "You play 2048. Reply with one move: <move>left</move>, <move>right</move>, "
@@ -46,11 +46,11 @@ def hint_text(board: Board, hint: str) -> str:
     """The line below the board, if any."""
     if hint == "none":
         return ""
-    moves = legal_moves(board)
-    if hint == "merges":  # no blank before the number: a token less a move
-        before = count_empty(board)
-        moves = [f"{move}{count_empty(shift(board, move)[0]) - before}" for move in moves]
-    return "\n" + " ".join(moves)
+    merges = merges_of_moves(board)
+    if hint == "legal":
+        return "\n" + " ".join(merges)
+    # no blank before the number: a token less a move
+    return "\n" + " ".join(f"{move}{pairs}" for move, pairs in merges.items())
 
 
 def user_message(board: Board, variant: Variant) -> dict[str, Any]:
@@ -142,4 +142,4 @@ def read_move(choice: Any, variant: Variant) -> str | None:
 
 
 def _credited(choice: Any, credit: float, variant: Variant) -> Any:
-    return Turn.from_choice(choice).with_credit(credit) if variant.credit else choice
+    return Turn.from_choice(choice).with_credit(credit) if variant.credit != "none" else choice
