@@ -7,6 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
+
+# How long an example takes says more about the machine's other work than about the code.
+settings.register_profile("artnb", deadline=None)
+settings.load_profile("artnb")
 
 CHATML = (
     "{% for message in messages %}"

@@ -67,7 +67,7 @@ def attend(
 
 
 @given(segments=trees(), heads=st.sampled_from([(1, 1), (2, 2), (6, 2), (4, 1)]), seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 def test_a_tree_equals_the_dense_mask_with_its_gradients(segments, heads, seed):
     mask = visible(segments)
     q, k, v, up = inputs(len(mask), *heads, seed, torch.float64)
@@ -109,7 +109,7 @@ def test_nothing_reaches_a_sibling_or_a_later_token():
 
 
 @given(lengths=st.lists(st.integers(1, 500), min_size=1, max_size=40))
-@settings(max_examples=50, deadline=None, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 def test_batches_of_siblings_waste_little_and_lose_none(lengths):
     segments = [(sum(lengths[:i]), n) for i, n in enumerate(lengths)]
     batches = _similar_lengths(segments)

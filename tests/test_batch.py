@@ -270,7 +270,7 @@ def trees(draw):
     return samples
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(samples=trees(), max_tokens=st.integers(1, 200), share=st.booleans())
 def test_packing_keeps_every_row_and_every_sampled_token(samples, max_tokens, share):
     batches = pack(samples, max_tokens=max_tokens, share_prefixes=share)

@@ -184,8 +184,10 @@ def test_relative_credit_compares_a_move_with_the_mean_of_the_legal_ones() -> No
     for move, credit in (("left", 2 - 4 / 3), ("down", 0 - 4 / 3), ("up", -1 - 4 / 3)):
         episode.game.board = board
         assert episode.play(move) == pytest.approx(credit)
-    episode.game.board = ((2, 0, 0, 0), (0,) * 4, (0,) * 4, (0,) * 4)
+    lone = ((2, 0, 0, 0), (0,) * 4, (0,) * 4, (0,) * 4)
+    episode.game.board = lone
     assert episode.play("right") == 0.0, "where no move merges, any legal one is as good"
+    episode.game.board = lone
     assert episode.fumble() == -1.0
 
 
