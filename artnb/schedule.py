@@ -32,9 +32,9 @@ def schedule(
     """
     if peak <= 0 or not 0 <= floor <= 1:
         raise ConfigurationError(f"peak must be > 0 and floor in [0, 1], got {peak} and {floor}")
-    if step < 0 or steps < 1 or not 0 <= warmup < steps:
+    if step < 0 or steps < 1 or warmup < 0:
         raise ConfigurationError(
-            f"need step >= 0 and 0 <= warmup < steps, got step {step}, steps {steps}, warmup {warmup}"
+            f"step and warmup must be >= 0 and steps >= 1, got {step}, {warmup} and {steps}"
         )
     if step < warmup:
         return peak * (step + 1) / (warmup + 1)

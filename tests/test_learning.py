@@ -27,22 +27,28 @@ async def test_it_learns_to_use_a_tool_on_items_it_never_saw(tmp_path: Path) -> 
 
 async def test_it_learns_to_play_2048_better_than_random_legal_moves(tmp_path: Path) -> None:
     environment = nb.load_environment(
-        "game_2048", preset="tile16", move_style="word", max_tokens=1, examples=4, hint="merges", credit=True
+        "game_2048",
+        preset="tile16",
+        move_style="word",
+        max_tokens=1,
+        examples=8,
+        hint="merges",
+        credit="relative",
     )
     heldout = environment.scenarios("test", n=100)
     legal = nb.evaluate_baseline(environment, "random_legal", heldout)
     with nb.Model(run="2048", root=tmp_path) as model:
         for step in model.run.steps(12):
-            scenarios = environment.scenarios("train", n=6, seed=step)
+            scenarios = environment.scenarios("train", n=4, seed=step)
             groups = await nb.gather(environment.rollout, scenarios, model=model)
             await nb.train_step(
                 model,
                 groups,
-                learning_rate=7e-4 * max(0.3, 1 - 0.07 * step),
+                learning_rate=nb.schedule(4.5e-4, step, 12, warmup=1, floor=0.4),
                 advantage="grpo",
-                credit_weight=0.8,
-                entropy_coef=0.003,
-                max_samples=120,
+                credit_weight=0.9,
+                entropy_coef=0.005,
+                max_samples=160,
             )
         after = await nb.evaluate(environment.rollout, heldout, model=model)
     assert after.mean_reward is not None and after.mean_reward >= 0.6

@@ -26,7 +26,7 @@ def test_it_falls_from_the_peak_after_the_warm_up_to_the_floor_at_the_last_step(
 
 def test_steps_beyond_the_last_keep_its_rate_and_one_step_has_the_peak():
     assert nb.schedule(1.0, 50, 10, floor=0.3) == pytest.approx(0.3)
-    assert rates(1) == [1e-3]
+    assert rates(1) == [1e-3] and rates(1, warmup=1) == [5e-4]
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_steps_beyond_the_last_keep_its_rate_and_one_step_has_the_peak():
         {"peak": 0},
         {"step": -1},
         {"steps": 0},
-        {"warmup": 5},
+        {"warmup": -1},
         {"floor": 1.5},
         {"shape": "square"},
     ],
