@@ -14,6 +14,8 @@ else
 MODEL := cpu
 PINS := -c constraints-cpu.txt
 endif
+# JupyterLab refuses to run as root, which is who one is in most containers.
+AS_ROOT := $(shell test "$$(id -u)" = 0 && echo --allow-root)
 PIP_INSTALL := $(PY) -m pip install --disable-pip-version-check --quiet $(PINS)
 
 .PHONY: help demo lab test test-slow check notebooks clean
@@ -28,7 +30,7 @@ demo: $(VENV)/.artnb-$(MODEL)
 
 lab: $(VENV)/.artnb-$(MODEL)
 	@$(PY) -m ipykernel install --prefix $(VENV) --name python3 --display-name "Python 3 (artnb)"
-	$(PY) -m jupyter lab notebooks/$(NOTEBOOK).ipynb
+	$(PY) -m jupyter lab $(AS_ROOT) notebooks/$(NOTEBOOK).ipynb
 
 test: check
 	$(PY) -m pytest -q
