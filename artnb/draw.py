@@ -28,7 +28,8 @@ def draw(sizes: Sequence[float], count: int, generator: random.Random) -> list[t
     if count >= len(sizes):
         return [(index, 1.0) for index in range(len(sizes))]
     chances = inclusion(sizes, count)
-    reached, threshold, drawn = 0.0, generator.random(), []
+    reached, threshold = 0.0, generator.random()
+    drawn: list[tuple[int, float]] = []
     for index, chance in enumerate(chances):
         reached += chance
         if reached > threshold and len(drawn) < count:

@@ -247,7 +247,9 @@ def test_hints_say_what_the_moves_do() -> None:
     board: Board = ((2, 2, 0), (0, 0, 0), (0, 0, 0))
     assert hint_text(board, "none") == ""
     assert hint_text(board, "legal") == "\nleft right down"
-    assert hint_text(board, "merges") == "\nleft1 right1 down0"
+    assert hint_text(board, "merges") == "\nleft1 right1"
+    alone = ((2, 0, 0), (0, 0, 0), (0, 0, 0))
+    assert hint_text(alone, "merges") == "\nright0 down0"
 
 
 PUBLISHED = [

@@ -44,7 +44,7 @@ async def test_it_learns_to_play_2048_better_than_random_legal_moves(tmp_path: P
             await nb.train_step(
                 model,
                 groups,
-                learning_rate=nb.schedule(4.5e-4, step, 12, warmup=1, floor=0.4),
+                learning_rate=nb.schedule(4e-4, step, 12, warmup=1, floor=0.4),
                 advantage="grpo",
                 credit_weight=0.9,
                 entropy_coef=0.005,

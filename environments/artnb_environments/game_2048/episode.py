@@ -43,8 +43,8 @@ class Variant:
     history: str = "last"
     """``last``: each turn sees only the current board; ``full``: the whole game so far."""
     hint: str = "none"
-    """``legal`` lists the legal moves below the board, ``merges`` also how many pairs each merges
-    (True means this one): it does part of the player's thinking."""
+    """``legal`` lists the legal moves below the board; ``merges`` (True means this one) those that merge,
+    each with its number of pairs, or the legal ones where none does: part of the player's thinking."""
     illegal: str = "lost_turn"
     """A move that changes nothing: ``lost_turn``, or ``end`` of the game."""
     invalid: str = "end"

@@ -21,7 +21,7 @@ BOARD_NOTE = {"digits": "", "exponents": " Each character is a cell: its power o
 HINT_NOTE = {
     "none": "",
     "legal": " Below the board stand the legal moves.",
-    "merges": " Below the board stand the legal moves, each with the pairs that it merges.",
+    "merges": " Below the board stand the moves that merge, each with its pairs.",
 }
 REMINDER = {
     "tag": "That was not a move. Reply with one move, for example <move>left</move>.",
@@ -49,8 +49,9 @@ def hint_text(board: Board, hint: str) -> str:
     merges = merges_of_moves(board)
     if hint == "legal":
         return "\n" + " ".join(merges)
+    merging = {move: pairs for move, pairs in merges.items() if pairs}
     # no blank before the number: a token less a move
-    return "\n" + " ".join(f"{move}{pairs}" for move, pairs in merges.items())
+    return "\n" + " ".join(f"{move}{pairs}" for move, pairs in (merging or merges).items())
 
 
 def user_message(board: Board, variant: Variant) -> dict[str, Any]:
