@@ -16,6 +16,7 @@ from typing import NamedTuple
 from artnb.advantage import Dropped, advantages, blend, credit_baseline
 from artnb.config import TrainConfig
 from artnb.draw import draw
+from artnb.errors import StalePolicy
 from artnb.packing import PackedBatch, Segment, pack
 from artnb.types import Sample, Trajectory, TrajectoryGroup, Turn
 
@@ -23,9 +24,12 @@ __all__ = [
     "PackedBatch",
     "Rows",
     "Segment",
+    "Span",
+    "check_staleness",
     "loss_denominator",
     "minibatches",
     "pack",
+    "supervised_samples",
     "to_samples",
 ]
 
@@ -40,6 +44,10 @@ NOT_DRAWN = "not drawn (max_samples)"
 
 
 NOTES = ("trajectories", "trajectories_split", "turns", "turns_truncated_support", "turns_cut_by_length")
+
+
+Span = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids of a prompt, and of the completion to learn after it."""
 
 
 class Rows(NamedTuple):
@@ -111,13 +119,29 @@ def to_samples(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, step: 
             advantage = group_advantages[trajectory.id]
             turn_advantages = [blend(advantage, t.credit, baseline, config.credit_weight) for t in turns]
             own = _rows(turns, turn_advantages, (index, trajectory.id))
-            notes["trajectories"] += bool(own)
-            notes["trajectories_split"] += len(own) > 1
             dropped[NO_TURN] += not own
             rows += own
-    samples = _draw(_weigh(rows, config), config, step)
-    dropped[NOT_DRAWN] = len(rows) - len(samples)
-    return Rows(samples, dict(+dropped), dict(notes))
+    return _weighed_and_drawn(rows, dropped, notes, config, step)
+
+
+def supervised_samples(examples: Sequence[Sequence[Span]], config: TrainConfig, *, step: int = 0) -> Rows:
+    """Turn examples into rows whose completions are learned alike: with advantage 1 at temperature 1.
+
+    Logprobs of 0 stand for those of a sampling policy, of which there is none. Rows are made, weighed
+    and drawn as in ``to_samples``; a sample's ``group`` is the index of its example.
+    """
+    dropped, notes = Counter[str](), Counter(dict.fromkeys(NOTES, 0))
+    rows: list[_Row] = []
+    for index, spans in enumerate(examples):
+        turns = [
+            Turn(prompt, completion, (0.0,) * len(completion), 0, "stop", {})
+            for prompt, completion in dict.fromkeys(spans)
+            if prompt and completion
+        ]
+        notes["turns"] += len(turns)
+        dropped[NO_PROMPT] += sum(not prompt for prompt, _ in spans)
+        rows += _rows(turns, [1.0] * len(turns), (index, str(index)))
+    return _weighed_and_drawn(rows, dropped, notes, config, step)
 
 
 def loss_denominator(samples: Iterable[Sample], config: TrainConfig) -> float:
@@ -144,6 +168,24 @@ def minibatches(samples: Sequence[Sample], n: int) -> list[list[Sample]]:
         shares[lightest] += rows[key]
         loads[lightest] += max(tokens[key], 1)
     return [[samples[i] for i in sorted(share)] for share in shares]
+
+
+def check_staleness(groups: Sequence[TrajectoryGroup], version: int, allowed: int) -> int:
+    """The age of the oldest turn, in policy versions. Raises StalePolicy for one older than ``allowed``."""
+    versions = {turn.policy_version for group in groups for t in group if t.is_scored for turn in t.turns}
+    if min(versions, default=0) < 0:
+        raise StalePolicy(
+            "these trajectories hold turns of the untrained base model, which the adapter cannot learn "
+            "from. Gather from the current policy; append another model's replies as plain messages."
+        )
+    foreign = sorted(v for v in versions if not 0 <= version - v <= allowed)
+    if foreign:
+        raise StalePolicy(
+            f"these trajectories were sampled under policy version {', '.join(map(str, foreign))}, the model "
+            f"is at version {version} and max_staleness is {allowed}. Run the gather cell again, or pass a "
+            "larger max_staleness."
+        )
+    return max((version - v for v in versions), default=0)
 
 
 def _trajectory(sample: Sample) -> tuple[int, str]:
@@ -197,6 +239,17 @@ def _rows(turns: Sequence[Turn], turn_advantages: Sequence[float], trajectory: t
             rows.append(row)
         row.append(turn, advantage)
     return rows
+
+
+def _weighed_and_drawn(
+    rows: Sequence[_Row], dropped: Counter[str], notes: Counter[str], config: TrainConfig, step: int
+) -> Rows:
+    rows_of = Counter(row.trajectory for row in rows)
+    notes["trajectories"] = len(rows_of)
+    notes["trajectories_split"] = sum(count > 1 for count in rows_of.values())
+    samples = _draw(_weigh(rows, config), config, step)
+    dropped[NOT_DRAWN] = len(rows) - len(samples)
+    return Rows(samples, dict(+dropped), dict(notes))
 
 
 def _draw(samples: list[Sample], config: TrainConfig, step: int) -> list[Sample]:

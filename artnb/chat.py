@@ -241,6 +241,7 @@ class ChatApp:
             stop_ids=self.renderer.stop_ids,
             top_logprobs=request.top_logprobs,
             request_id=uuid.uuid4().hex[:12],
+            structured=request.structured,
         )
         started = time.time()
         try:
@@ -274,7 +275,7 @@ class ChatApp:
             policy_version=result.policy_version,
             finish_reason="tool_calls" if called else result.finish_reason,
             message=message,
-            sampling=_sampling_json(sampling),
+            sampling=_sampling_json(sampling, request.structured),
             timing={"started": started, "queued": result.queued, "seconds": result.seconds},
         )
         self._keep(request, prompt, turn, policy)
@@ -329,7 +330,7 @@ async def _together(samples: Sequence[Any]) -> list[Any]:
     return [task.result() for task in tasks]
 
 
-def _sampling_json(sampling: SamplingConfig) -> dict[str, Any]:
+def _sampling_json(sampling: SamplingConfig, structured: Mapping[str, Any] | None) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -338,6 +339,7 @@ def _sampling_json(sampling: SamplingConfig) -> dict[str, Any]:
         "seed": sampling.seed,
         "max_tokens": sampling.max_tokens,
         "stop": list(sampling.stop),
+        **({"structured": structured} if structured else {}),
     }
 
 

@@ -21,7 +21,7 @@ _NEUTRAL: dict[str, Any] = {"frequency_penalty": 0, "presence_penalty": 0, "logi
 """Parameters accepted at the value that asks for nothing."""
 _SAMPLED = ("n", "stop", "temperature", "top_p", "top_k", "min_p", "seed")
 _KNOWN = {"model", "messages", "tools", "tool_choice", "response_format", "stream", *_SAMPLED} | {
-    *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs")
+    *("max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", "structured_outputs")
 }
 
 
@@ -55,6 +55,8 @@ class ChatRequest:
     top_logprobs: int = 0
     stream: bool = False
     include_usage: bool = False
+    structured: dict[str, Any] | None = None
+    """The form that an answer must have, as SampleRequest takes it."""
 
 
 def read_request(body: Mapping[str, Any], defaults: SamplingConfig) -> ChatRequest:
@@ -80,6 +82,7 @@ def read_request(body: Mapping[str, Any], defaults: SamplingConfig) -> ChatReque
         top_logprobs=top,
         stream=_boolean(given, "stream"),
         include_usage=isinstance(options, dict) and bool(options.get("include_usage")),
+        structured=_read_structured(given),
     )
 
 
@@ -91,14 +94,45 @@ def _refuse_unsupported(given: Mapping[str, Any]) -> None:
             raise ChatError(
                 400, f"{key} is not supported: it would change the policy that is trained", param=key
             )
+
+
+def _read_structured(given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """``response_format`` as OpenAI has it, or vLLM's ``structured_outputs``."""
     form = given.get("response_format", {"type": "text"})
-    if not isinstance(form, dict) or form.get("type") != "text":
+    kind = form.get("type") if isinstance(form, dict) else None
+    outputs = given.get("structured_outputs")
+    if outputs is not None:
+        if kind != "text":
+            raise ChatError(
+                400, "structured_outputs and response_format exclude each other", param="structured_outputs"
+            )
+        return _read_outputs(outputs)
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_schema": {"type": "object"}}
+    schema = form.get("json_schema") if kind == "json_schema" else None
+    if not isinstance(schema, dict) or not isinstance(schema.get("schema"), dict):
         raise ChatError(
             400,
-            "only response_format {'type': 'text'} is supported: this engine cannot force a format. "
-            "Ask for the format in the prompt and check the answer.",
+            "response_format must be {'type': 'text'}, {'type': 'json_object'} or "
+            "{'type': 'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}",
             param="response_format",
         )
+    return {"json_schema": schema["schema"]}
+
+
+def _read_outputs(outputs: Any) -> dict[str, Any]:
+    kinds = {"json": dict, "regex": str, "choice": list}
+    items = list(outputs.items()) if isinstance(outputs, dict) else []
+    if len(items) != 1 or not isinstance(items[0][1], kinds.get(items[0][0], ())):
+        raise ChatError(
+            400,
+            "structured_outputs takes one of json (a schema), regex (a pattern) and choice (a list of texts)",
+            param="structured_outputs",
+        )
+    ((kind, value),) = items
+    return {"json_schema" if kind == "json" else kind: value}
 
 
 def _read_sampling(given: Mapping[str, Any], defaults: SamplingConfig) -> SamplingConfig:

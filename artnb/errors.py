@@ -10,6 +10,7 @@ ArtnbError
 ├── RunMismatch            the run on disk belongs to another model, tokenizer or adapter
 ├── CheckpointError        a checkpoint is missing, incomplete or does not fit
 ├── StalePolicy            trajectories sampled under another policy version
+├── OutOfMemory            one trajectory alone does not fit into memory
 ├── NothingToTrain         no group left to learn from (only with strict=True)
 ├── PublicationError       engine and trainer disagree after publishing weights
 └── Stopped                a primitive ended early; finished work is on .partial
@@ -66,6 +67,10 @@ class StalePolicy(ArtnbError):
 
 class NothingToTrain(ArtnbError):
     """Every group was dropped; the message lists the reasons and counts."""
+
+
+class OutOfMemory(ArtnbError):
+    """A training step does not fit into memory, in however small pieces; it was not taken."""
 
 
 class PublicationError(ArtnbError):

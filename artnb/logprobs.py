@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+CHUNK = 512
+"""Positions whose logits are held at once."""
+
 
 def sampled_logprobs(
     hidden_S_H: Tensor,
@@ -19,7 +22,7 @@ def sampled_logprobs(
     target_S: Tensor,
     temperature_S: Tensor,
     *,
-    chunk: int = 512,
+    chunk: int = CHUNK,
     entropy_gradient: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Score each target, and measure the entropy, under softmax(hidden @ weight.T / temperature).

@@ -27,6 +27,7 @@ from artnb.ui.snapshot import seconds_text
 if TYPE_CHECKING:
     import openai
 
+    from artnb.measure import Comparison
     from artnb.serve import Server
 
 T = TypeVar("T")
@@ -42,8 +43,11 @@ class Model:
     run, root: name and parent folder of the run; a run that exists is resumed at its latest
     checkpoint. Making the same model again returns the live one; with another configuration the
     old one is closed first. init_from: name of a run under ``root``, or a checkpoint folder, whose
-    adapter a new run starts from. dtype: ``bfloat16``, ``float32``, or None for what is native here.
-    engine_kwargs: passed on to the engine, for example ``{"max_running": 64}``. backend: any
+    adapter a new run starts from. dtype: ``bfloat16``, ``float16``, ``float32``, or None for what is
+    native here. engine: ``torch`` or ``vllm``; trainer: ``peft`` or ``unsloth``; None takes the first of
+    each on a CPU, the second on a GPU. engine_kwargs: passed on to the engine, for example
+    ``{"max_running": 64}``. trainer_kwargs: ``gradient_checkpointing``, ``optimizer`` ("adamw" or
+    "adamw_8bit"), and for Unsloth what its ``from_pretrained`` takes, such as ``load_in_4bit``. backend: any
     ``Backend`` instead of the one in this kernel, for example ``FakeBackend()``. keep_checkpoints:
     how many of the latest checkpoints stay on disk.
 
@@ -71,7 +75,10 @@ class Model:
         lora: LoraConfig | None = None,
         sampling: SamplingConfig | None = None,
         dtype: str | None = None,
+        engine: str | None = None,
+        trainer: str | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
+        trainer_kwargs: Mapping[str, Any] | None = None,
         init_from: str | Path | None = None,
         backend: Any = None,
         takeover: bool = False,
@@ -89,7 +96,9 @@ class Model:
         if backend is None:
             if not takeover:
                 refuse_if_in_use(run_path(run, root))  # before anything slow starts
-            backend = self._load(base, lora or LoraConfig(), dtype, engine_kwargs, seed)
+            stack = {"dtype": dtype, "engine": engine, "trainer": trainer}
+            kwargs = {"engine_kwargs": engine_kwargs, "trainer_kwargs": trainer_kwargs}
+            backend = self._load(base, lora or LoraConfig(), seed=seed, **stack, **kwargs)
         self.backend = backend
         opened: Run | None = None
         try:
@@ -110,28 +119,23 @@ class Model:
         self._given = given
         _live[self.run.path] = self
 
-    def _load(
-        self,
-        base: str | Path | None,
-        lora: LoraConfig,
-        dtype: str | None,
-        engine_kwargs: Mapping[str, Any] | None,
-        seed: int,
-    ) -> Any:
+    def _load(self, base: str | Path | None, lora: LoraConfig, **options: Any) -> Any:
         name = BUNDLED if base is None else str(base)
         started, live = time.monotonic(), Live()
         live.update(f"Loading {esc(name)} ...", f"Loading {name} ...")
         require("torch", extra="cpu", why="to run a model in this kernel")
         from artnb.backends.local import LocalBackend
+        from artnb.backends.stack import choose, prepare
 
+        prepare(
+            choose(options["trainer"], options["engine"])
+        )  # before the bundled model imports transformers
         loaded = LocalBackend(
             bundled_model() if base is None else base,
             lora,
             base_name=name,
-            dtype=dtype,
-            engine_kwargs=engine_kwargs,
             checkpoint=self._checkpoint_folder,
-            seed=seed,
+            **options,
         )
         done = f"Loaded {name} in {seconds_text(time.monotonic() - started)}"
         live.finish(esc(done), done)
@@ -191,6 +195,12 @@ class Model:
         self._servers.append(server)
         return server
 
+    def plan(self, **options: Any) -> Comparison:
+        """What this model was planned to hold, beside what it holds; options as for ``artnb.plan``."""
+        from artnb.measure import plan_model
+
+        return plan_model(self, **options)
+
     def describe(self) -> dict[str, Any]:
         """Facts about the model and where it runs."""
         return {**self.backend.describe(), "run": str(self.run.path), "policy_version": self.policy_version}
@@ -230,6 +240,7 @@ class Model:
                 f"{about['trainable_parameters'] / 1e6:.1f} M of {about['parameters'] / 1e6:.0f} M parameters"
             )
             facts["runs on"] = f"{about['device']}, {about['dtype']}, {about['threads']} threads"
+            facts["stack"] = f"{about['trainer']} trains, {about['engine']} samples"
         facts["context"] = f"{self.backend.max_context} tokens"
         return facts
 

@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 
 from artnb.batch import Rows
 from artnb.types import TrajectoryGroup
+
+_SIZES = ("packed_tokens", "row_tokens", "padded_tokens", "out_of_memory_retries")
+_GAPS = ("logprob_gap_mean", "logprob_gap_max")
+_OF_RATIOS = {"kl_k1", "kl_k3", "effective_sample_size", "fraction_capped", "fraction_clipped", *_GAPS} | {
+    *("ratio_p05", "ratio_p50", "ratio_p95", "ratio_p99", "ratio_max")
+}
+"""Metrics that compare a token with the policy that sampled it."""
+
+
+def describe_examples(rows: Rows) -> dict[str, float]:
+    """Sizes of a supervised step: how many examples and rows, and how many tokens are learned."""
+    return {
+        "examples": rows.notes["trajectories"],
+        "samples": len(rows.samples),
+        "tokens": sum(sample.sampled_tokens for sample in rows.samples),
+        "rows_split": rows.notes["trajectories_split"],
+    }
+
+
+def over_updates(parts: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
+    """The measurements of a step's updates as one: sizes add up, the rest is averaged.
+
+    A supervised step (kind ``sft``) has ``nll``, the mean negative log-likelihood of a token, and
+    nothing that speaks of a sampling policy.
+    """
+    metrics = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
+    metrics |= {name: math.fsum(part.get(name, 0.0) for part in parts) for name in _SIZES}
+    if "microbatch_tokens_used" in metrics:  # what the next step begins with
+        metrics["microbatch_tokens_used"] = parts[-1]["microbatch_tokens_used"]
+    if kind == "sft":  # logprobs of 0 stand for the engine's, so the gap to them is -log p
+        nll = metrics.get("logprob_gap_mean", metrics["loss"])
+        return {name: value for name, value in metrics.items() if name not in _OF_RATIOS} | {"nll": nll}
+    # later updates' gaps hold the policy's own change
+    return metrics | {name: parts[0].get(name, 0.0) for name in _GAPS}
 
 
 def describe_data(groups: Sequence[TrajectoryGroup], rows: Rows) -> dict[str, float]:
@@ -47,7 +82,7 @@ def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
 def warnings_of(metrics: Mapping[str, float]) -> list[str]:
     """What a user should know about a finished step, in words."""
     found = []
-    if cut := metrics["turns_truncated_support"]:
+    if cut := metrics.get("turns_truncated_support"):
         found.append(
             f"{cut:.0f} turns were sampled with top_p, top_k or min_p. Their ratio to the trained policy is "
             "biased, because training sees the whole vocabulary: sample without them to train."
@@ -56,6 +91,17 @@ def warnings_of(metrics: Mapping[str, float]) -> list[str]:
         found.append(
             "the published weights equal the previous ones bit for bit: this update changed nothing. The "
             "learning rate may be too small for the model's dtype, or the gradient was zero."
+        )
+    if retries := metrics.get("out_of_memory_retries"):
+        found.append(
+            f"memory ran out {retries:.0f} times in this step, which was computed again in smaller pieces "
+            "with the same gradient. They are kept for the next steps: micro-batches of at most "
+            f"{metrics['microbatch_tokens_used']:.0f} tokens (microbatch_tokens)."
+        )
+    if metrics.get("rows_unpacked"):
+        found.append(
+            "rows were computed one by one, which is slow and right: packed, they would have read each other "
+            f"({metrics['packing_error']:.3g} nats a token between packed and unpacked logprobs)."
         )
     return found
 

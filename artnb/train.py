@@ -6,8 +6,6 @@ groups -> advantages -> rows -> gradient -> update -> the engine serves it -> ch
 from __future__ import annotations
 
 import asyncio
-import math
-import statistics
 import time
 import warnings
 from collections.abc import Sequence
@@ -15,18 +13,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from artnb.batch import Rows, loss_denominator, minibatches, to_samples
+from artnb.batch import Rows, check_staleness, loss_denominator, minibatches, to_samples
 from artnb.config import TrainConfig
-from artnb.errors import ConfigurationError, NothingToTrain, StalePolicy
+from artnb.errors import ConfigurationError, NothingToTrain
 from artnb.interrupts import to_its_end
-from artnb.step_metrics import describe_data, peak_memory, warnings_of
-from artnb.types import TrajectoryGroup
+from artnb.step_metrics import describe_data, over_updates, peak_memory, warnings_of
+from artnb.types import Sample, TrajectoryGroup
 from artnb.undo import whole_or_not_at_all
 
 
 @dataclass
 class StepResult:
-    """What one ``train_step`` did; ``skipped`` says in words why nothing was trained."""
+    """What one ``train_step`` or ``sft_step`` did; ``skipped`` says in words why nothing was trained."""
 
     step: int
     policy_version: int
@@ -66,7 +64,8 @@ async def train_step(
     version stays. ``strict`` raises NothingToTrain instead. ``allow_partial`` accepts what an
     interrupted ``gather`` returned.
 
-    Raises StalePolicy, NothingToTrain, Interrupted, PublicationError, CheckpointError, ConfigurationError.
+    Raises StalePolicy, NothingToTrain, Interrupted, OutOfMemory, PublicationError,
+    CheckpointError, ConfigurationError.
     """
     started = time.perf_counter()
     config = (config or TrainConfig()).replace(**options)
@@ -75,29 +74,48 @@ async def train_step(
         raise ConfigurationError(
             f"gather was {groups.status}: these groups are partial. Gather again, or pass allow_partial=True"  # type: ignore[attr-defined]
         )
-    staleness = _check_staleness(groups, model.policy_version, config.max_staleness)
+    staleness = check_staleness(groups, model.policy_version, config.max_staleness)
     rows = to_samples(groups, config, step=model.run.step)
     if strict and not rows.samples:
         raise NothingToTrain(_why_nothing(rows))
     metrics = describe_data(groups, rows) | {"staleness": staleness}
-    result = await whole_or_not_at_all(model.backend, partial(_step, model, rows, config, metrics, started))
+    return await take_step(model, rows, config, metrics, started)
+
+
+async def take_step(
+    model: Any,
+    rows: Rows,
+    config: TrainConfig,
+    metrics: dict[str, float],
+    started: float,
+    *,
+    kind: str = "train",
+) -> StepResult:
+    """Learn from these rows as a whole or not at all; ``kind`` is what the metrics' line says it was.
+
+    ``metrics`` describe the rows; ``started`` is the caller's ``time.perf_counter()``. Warnings are of
+    the caller's caller. Raises Interrupted, PublicationError, CheckpointError.
+    """
+    work = partial(_step, model, rows, config, metrics, started, kind)
+    result = await whole_or_not_at_all(model.backend, work)
     model.run.prune_checkpoints(model.keep_checkpoints)
     for warning in result.warnings:
-        warnings.warn(warning, stacklevel=2)
+        warnings.warn(warning, stacklevel=3)
     return result
 
 
 async def _step(
-    model: Any, rows: Rows, config: TrainConfig, metrics: dict[str, float], started: float
+    model: Any, rows: Rows, config: TrainConfig, metrics: dict[str, float], started: float, kind: str
 ) -> StepResult:
     """Train, publish, and write it all down; until the run has moved on, everything can be undone."""
     step, skipped = model.run.step, None if rows.samples else _why_nothing(rows)
     if rows.samples:
-        metrics |= await _update(model.backend, rows, config, model.policy_version + 1)
+        metrics |= await _update(model.backend, rows.samples, config, model.policy_version + 1, kind)
     metrics |= peak_memory()
     result = StepResult(step, model.policy_version, metrics, rows.dropped, skipped, warnings_of(metrics))
     state = {"policy_version": result.policy_version}
-    record = {**state, "dropped": rows.dropped, "skipped": skipped, "warnings": result.warnings, **metrics}
+    about = {"kind": kind, "dropped": rows.dropped, "skipped": skipped, "warnings": result.warnings}
+    record = {**state, **about, **metrics}
     trained = time.perf_counter()
     with model.run.finishing_step(record, state) as (folder, seal):
         await to_its_end(model.backend.save(folder))
@@ -109,21 +127,19 @@ async def _step(
     return result
 
 
-async def _update(backend: Any, rows: Rows, config: TrainConfig, version: int) -> dict[str, float]:
+async def _update(
+    backend: Any, samples: Sequence[Sample], config: TrainConfig, version: int, kind: str
+) -> dict[str, float]:
     """One optimizer update per mini-batch, then the engine gets the new policy."""
     parts: list[dict[str, float]] = []
     started = time.perf_counter()
-    for samples in minibatches(rows.samples, config.minibatches):
-        denominator = loss_denominator(samples, config)
-        measured = await backend.forward_backward(samples, config, loss_denominator=denominator)
+    for part in minibatches(samples, config.minibatches):
+        denominator = loss_denominator(part, config)
+        measured = await backend.forward_backward(part, config, loss_denominator=denominator)
         parts.append(measured | await backend.optim_step(config))
     trained = time.perf_counter()
     proof = await backend.publish_weights(version)
-    metrics = {name: statistics.fmean(part[name] for part in parts) for name in parts[0]}
-    for name in ("packed_tokens", "row_tokens", "padded_tokens"):
-        metrics[name] = math.fsum(part.get(name, 0.0) for part in parts)
-    for name in ("logprob_gap_mean", "logprob_gap_max"):  # later updates' gaps hold the policy's own change
-        metrics[name] = parts[0].get(name, 0.0)
+    metrics = over_updates(parts, kind)
     return metrics | {
         "updates": len(parts),
         "seconds_train": trained - started,
@@ -139,21 +155,3 @@ async def _update(backend: Any, rows: Rows, config: TrainConfig, version: int) -
 def _why_nothing(rows: Rows) -> str:
     reasons = ", ".join(f"{count} × {reason}" for reason, count in rows.dropped.items()) or "no groups"
     return f"nothing to learn from: {reasons}"
-
-
-def _check_staleness(groups: Sequence[TrajectoryGroup], version: int, allowed: int) -> int:
-    """The age of the oldest turn, in policy versions."""
-    versions = {turn.policy_version for group in groups for t in group if t.is_scored for turn in t.turns}
-    if min(versions, default=0) < 0:
-        raise StalePolicy(
-            "these trajectories hold turns of the untrained base model, which the adapter cannot learn "
-            "from. Gather from the current policy; append another model's replies as plain messages."
-        )
-    foreign = sorted(v for v in versions if not 0 <= version - v <= allowed)
-    if foreign:
-        raise StalePolicy(
-            f"these trajectories were sampled under policy version {', '.join(map(str, foreign))}, the model "
-            f"is at version {version} and max_staleness is {allowed}. Run the gather cell again, or pass a "
-            "larger max_staleness."
-        )
-    return max((version - v for v in versions), default=0)

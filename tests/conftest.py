@@ -9,6 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+# Run by tests in processes of their own: importing them here would let Unsloth patch this process.
+collect_ignore = [
+    "unsloth_cases.py",
+    "unsloth_gpu_attention.py",
+    "plan_process.py",
+    "stack_loop.py",
+    "memory_limit_process.py",
+]
+
 # How long an example takes says more about the machine's other work than about the code.
 settings.register_profile("artnb", deadline=None)
 settings.load_profile("artnb")

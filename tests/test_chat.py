@@ -239,7 +239,11 @@ async def test_an_over_long_prompt_says_the_limit_and_what_was_asked():
         ("stop", ["s"] * 17, "at most 16"),
         ("stream", "yes", "true or false"),
         ("top_logprobs", 3, "logprobs=true"),
-        ("response_format", {"type": "json_object"}, "cannot force"),
+        ("response_format", {"type": "yaml"}, "json_schema"),
+        ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}, "schema"),
+        ("structured_outputs", {"grammar": "x"}, "one of json"),
+        ("structured_outputs", {"regex": "x", "choice": ["x"]}, "one of json"),
+        ("structured_outputs", {"choice": "x"}, "one of json"),
         ("tool_choice", "required", "cannot force"),
         ("tool_choice", {"type": "function", "function": {"name": "price"}}, "cannot force"),
         ("frequency_penalty", 0.5, "not supported"),
@@ -272,6 +276,38 @@ async def test_a_bad_message_is_pointed_at(message, param):
 async def test_parameters_that_change_nothing_are_accepted():
     app, _ = make_app()
     await ask(app, user="me", frequency_penalty=0, logit_bias={}, stop=None, response_format={"type": "text"})
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("parameters", "form"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}},
+            {"json_schema": SCHEMA},
+        ),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"regex": "[0-9]+"}}, {"regex": "[0-9]+"}),
+        ({"structured_outputs": {"choice": ["up", "down"]}}, {"choice": ["up", "down"]}),
+    ],
+)
+async def test_a_form_reaches_the_engine_and_stays_on_the_turn(parameters, form):
+    app, backend = make_app()
+    completion = await ask(app, **parameters)
+    assert backend.requests[0].structured == form
+    assert turn_of(completion["choices"][0]).sampling.get("structured") == form
+
+
+async def test_two_forms_at_once_are_refused():
+    app, _ = make_app()
+    error = await refusal(
+        app, response_format={"type": "json_object"}, structured_outputs={"choice": ["up", "down"]}
+    )
+    assert (error.status, error.param) == (400, "structured_outputs")
 
 
 async def test_non_finite_logits_are_a_server_error():

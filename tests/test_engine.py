@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from reference_models import Engine, error_of, linear_weights, load, logprobs_of, request
 
+from artnb.backends.base import SampleRequest
 from artnb.backends.engine_torch import TorchEngine
 from artnb.config import SamplingConfig
 from artnb.errors import NonFiniteLogits, PromptTooLong, RequestError
@@ -331,6 +332,12 @@ def test_a_prompt_that_cannot_fit_is_refused_with_the_limit(make):
 def test_an_empty_prompt_is_refused(make):
     with pytest.raises(RequestError, match="empty"):
         make().ask(())
+
+
+def test_a_form_that_it_cannot_force_is_refused(make):
+    asked = SampleRequest((3,), SamplingConfig(), structured={"choice": ["up", "down"]})
+    with pytest.raises(RequestError, match="vLLM"):
+        make().submit(asked)
 
 
 # ---- where a completion ends ---------------------------------------------------------------------

@@ -129,7 +129,7 @@ async def test_bfloat16_samples_trains_and_publishes(make):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "float17"}, "bfloat16, float32"),
+        ({"dtype": "float17"}, "bfloat16, float16, float32"),
         ({"engine_kwargs": {"max_runing": 3}}, "max_runing"),
         ({"engine_kwargs": {"prefill_tokens": 0}}, "prefill_tokens"),
     ],

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import peft
 import pytest
 import torch
+from test_trainer import conversations, gradients, make_trainer, plain_gradients, relative_error
 
 from artnb.backends.lora import MergedLora, merged_layers
+from artnb.config import TrainConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -133,3 +136,39 @@ def test_layers_are_found_under_the_models_own_names():
     _, layers = adapted()
     assert [layer.name for layer in layers] == ["first", "second"]
     assert [layer.scale for layer in layers] == [1.5, 1.5]
+
+
+def mixtral(shape: dict[str, Any]) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**shape, num_local_experts=4))
+
+
+def qwen3_moe(shape: dict[str, Any]) -> Any:
+    """Its first layer is dense."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **experts, head_dim=8, mlp_only_layers=[0]))
+
+
+@pytest.mark.parametrize("make", [mixtral, qwen3_moe])
+def test_of_a_mixture_the_linear_layers_are_adapted_and_the_experts_are_not(tmp_path: Path, make):
+    shape = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "initializer_range": 0.12,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        make(shape).save_pretrained(tmp_path)
+    trainer, rows = make_trainer(tmp_path), conversations()
+    adapted = [layer.name.removeprefix("model.layers.") for layer in trainer.layers]
+    assert adapted == [f"{layer}.self_attn.{each}_proj" for layer in (0, 1) for each in "qkvo"]
+    ours = gradients(trainer, rows, TrainConfig())
+    theirs = plain_gradients(tmp_path, trainer, rows, TrainConfig(), torch.float32)
+    assert relative_error(ours, theirs) < 1e-5

@@ -75,22 +75,27 @@ def _attention(
 class _Siblings:
     """Segments with one parent, padded to one length: they see the same ancestors, then themselves."""
 
-    def __init__(self, segments: Sequence[tuple[int, int]], ancestors: Sequence[tuple[int, int]]) -> None:
+    def __init__(
+        self,
+        segments: Sequence[tuple[int, int]],
+        ancestors: Sequence[tuple[int, int]],
+        device: torch.device | None = None,
+    ) -> None:
         self.rows = len(segments)
         self.width = max(length for _, length in segments)
         starts = torch.tensor([start for start, _ in segments])
         lengths = torch.tensor([length for _, length in segments])
         columns = torch.arange(self.width)
         # padding repeats a row's last token; its output is never read and its gradient is zero
-        self.index = (starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)).flatten()
-        self.real = (columns < lengths[:, None]).flatten()
+        self.index = (starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)).flatten().to(device)
+        self.real = (columns < lengths[:, None]).flatten().to(device)
         self.ancestors = (
-            torch.cat([torch.arange(start, start + length) for start, length in ancestors])
+            torch.cat([torch.arange(start, start + length) for start, length in ancestors]).to(device)
             if ancestors
             else None
         )
         above = torch.ones(self.width, self.width, dtype=torch.bool).triu(1)
-        self.bias = torch.zeros(self.width, self.width).masked_fill_(above, float("-inf"))
+        self.bias = torch.zeros(self.width, self.width).masked_fill_(above, float("-inf")).to(device)
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
         """(N, heads, D) -> (heads, rows, width, D)"""
@@ -123,10 +128,10 @@ class _Siblings:
 class TreePlan:
     """Training: segments form a tree; a segment sees its ancestors, and itself causally.
 
-    segments: (start, length, parent) in flat order, parent -1 for a root.
+    segments: (start, length, parent) in flat order, parent -1 for a root. device: where the tokens are.
     """
 
-    def __init__(self, segments: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, segments: Sequence[tuple[int, int, int]], device: torch.device | None = None) -> None:
         children: dict[int, list[int]] = {}
         for number, (_, _, parent) in enumerate(segments):
             children.setdefault(parent, []).append(number)
@@ -138,7 +143,7 @@ class TreePlan:
                 ancestors.insert(0, (start, length))
                 parent = above
             for batch in _similar_lengths([segments[n][:2] for n in numbers]):
-                self.sets.append(_Siblings(batch, ancestors))
+                self.sets.append(_Siblings(batch, ancestors, device))
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
@@ -175,7 +180,7 @@ class _TreeAttention(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scaling, ctx.sets = scaling, sets
-        output = torch.empty(query.shape, dtype=query.dtype)
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         for siblings in sets:
             q = siblings.queries_of(query, key.shape[1]) * scaling
             k, v = siblings.rows_of(key), siblings.rows_of(value)
@@ -195,12 +200,14 @@ class _TreeAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         kv_heads, accumulate = key.shape[1], torch.promote_types(key.dtype, torch.float32)
         d_query = torch.empty_like(query)
-        d_key = torch.zeros(key.shape, dtype=accumulate)
-        d_value = torch.zeros(value.shape, dtype=accumulate)
+        d_key = torch.zeros(key.shape, dtype=accumulate, device=key.device)
+        d_value = torch.zeros(value.shape, dtype=accumulate, device=value.device)
         for siblings in ctx.sets:
             width = siblings.width
             real = siblings.index[siblings.real]
-            padded = torch.zeros(siblings.rows * width, *query.shape[1:], dtype=query.dtype)
+            padded = torch.zeros(
+                siblings.rows * width, *query.shape[1:], dtype=query.dtype, device=query.device
+            )
             padded[siblings.real] = grads[0][real]
             grad = padded.view(siblings.rows, width, kv_heads, -1, query.shape[-1])
             grad = grad.permute(2, 0, 3, 1, 4).reshape(kv_heads, siblings.rows, -1, query.shape[-1])

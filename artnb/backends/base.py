@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -22,6 +22,9 @@ class SampleRequest:
     top_logprobs: int = 0
     """How many alternatives to report beside each sampled token."""
     request_id: str = ""
+    structured: Mapping[str, Any] | None = None
+    """A form that the completion must have: one of ``json_schema`` (a schema), ``regex`` (a pattern)
+    or ``choice`` (a list of texts). Engines that cannot force it raise RequestError."""
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,11 @@ the next turn.
 
 from __future__ import annotations
 
-import logging
 import math
 import random
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,11 +22,10 @@ from artnb.backends import sampler
 from artnb.backends.attention import NAME, AttentionPlan
 from artnb.backends.base import SampleRequest, SampleResult
 from artnb.backends.decoder import Weights, make_decoder
+from artnb.backends.engine_loop import EngineLoop, fail
 from artnb.backends.kv_cache import BatchPlan, Block, BlockPlan, KVCache, Slot
 from artnb.backends.prefixes import shared_prefixes
 from artnb.errors import ConfigurationError, NonFiniteLogits, PromptTooLong, RequestError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -47,7 +44,7 @@ class _Running:
     started: float = 0.0
 
 
-class TorchEngine:
+class TorchEngine(EngineLoop):
     """Samples from one set of merged weights at a time.
 
     model: a causal language model loaded with ``attn_implementation="artnb"``. Its parameters are
@@ -69,6 +66,7 @@ class TorchEngine:
         kv_bytes: int = 3 << 30,
         seed: int = 0,
     ) -> None:
+        super().__init__(compute)
         sizes = {"max_running": max_running, "prefill_tokens": prefill_tokens, "kv_bytes": kv_bytes}
         for name, size in sizes.items():
             if size < 1:
@@ -95,13 +93,7 @@ class TorchEngine:
         self.counters = {"prompt_tokens": 0, "computed_prompt_tokens": 0, "sampled_tokens": 0, "steps": 0}
         self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
-        self._inbox: deque[Callable[[], None]] = deque()
         self._recent: deque[tuple[int, ...]] = deque(maxlen=64)
-        self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._compute = compute
-        self._lock = threading.Lock()
-        self._scheduled = False
-        self._closed = False
 
     # ---- called from any thread -------------------------------------------------------------
 
@@ -116,34 +108,13 @@ class TorchEngine:
                 f"the prompt has {prompt} tokens and {request.sampling.max_tokens} more are asked for, "
                 f"but this engine's context holds {self.max_context}"
             )
+        if request.structured is not None:
+            raise RequestError("the torch engine cannot force a form on a completion; the vLLM engine can")
         seed = request.sampling.seed
         source = random.Random(seed) if seed is not None else self.random
         running = _Running(request, future, time.time(), policy, source, pending=list(request.prompt_ids))
         self._post(lambda: self._waiting.append(running))
         return future
-
-    def call(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run a function on the compute thread once no request is running, before any waiting one."""
-        future: Future[Any] = Future()
-        self._post(lambda: self._commands.append((future, function)))
-        return future
-
-    def close(self) -> None:
-        """Take no more requests; waiting and running ones are cancelled. Idempotent."""
-        with self._lock:
-            self._closed = True
-            if self._scheduled:
-                return  # the compute thread cancels them at the end of its step
-        self._cancel_all()
-
-    def _post(self, message: Callable[[], None]) -> None:
-        with self._lock:
-            if self._closed:
-                raise RequestError("the engine is closed; run the cell that makes the Model again")
-            self._inbox.append(message)
-            if not self._scheduled:
-                self._scheduled = True
-                self._compute.submit(self._work)
 
     # ---- on the compute thread --------------------------------------------------------------
 
@@ -156,6 +127,10 @@ class TorchEngine:
         self.served, self.version = policy, version
         return changed
 
+    def holds(self, weights: Weights) -> list[str]:
+        """Names among these layers whose weight is not, bit for bit, the one served."""
+        return self.decoder.holds(weights)
+
     def score(self, ids: Sequence[int]) -> torch.Tensor:
         """Logprobs (T - 1,) of each token after the first under the served weights, temperature 1."""
         block = Block(tuple(ids))
@@ -164,41 +139,19 @@ class TorchEngine:
             logprobs = self.decoder.logits(hidden[:-1]).float().log_softmax(-1)
             return logprobs.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
 
-    def _work(self) -> None:
-        """One step; then to the end of the compute thread's queue, so that others get their turn."""
-        self._receive()
-        if not self._running:
-            self._wait_for_more()
-        try:
-            with torch.inference_mode():
-                if not self._closed:
-                    self._step()
-        except Exception as error:
-            log.exception("the engine failed a step; its %d running requests fail", len(self._running))
-            for running in list(self._running):
-                self._fail(running, RequestError(f"the engine failed: {error}"), error)
-                self._end(running, keep=False)
-        with self._lock:
-            has_work = bool(self._running or self._waiting or self._commands or self._inbox)
-            self._scheduled = has_work and not self._closed
-            if self._scheduled:
-                self._compute.submit(self._work)
-        if self._closed:
-            self._cancel_all()
+    def _futures(self) -> Iterator[Future[Any]]:
+        return (r.future for r in (*self._running, *self._waiting))
 
-    def _cancel_all(self) -> None:
-        """After close, when no step is under way nor will be."""
-        while self._inbox:
-            self._inbox.popleft()()
-        futures = [r.future for r in (*self._running, *self._waiting)] + [f for f, _ in self._commands]
-        for pending in (self._running, self._waiting, self._commands):
-            pending.clear()
-        for future in futures:
-            future.cancel()
+    def _recover(self, error: Exception) -> None:
+        """After a step that failed: what it had begun to write into the cache is erased."""
+        for running in list(self._running):
+            fail(running.future, RequestError(f"the engine failed: {error}"), error)
+            self._end(running, keep=False)
 
-    def _receive(self) -> None:
-        while self._inbox:
-            self._inbox.popleft()()
+    def _release(self) -> None:
+        self._running.clear()
+        self._waiting.clear()
+        del self.decoder, self.cache
 
     def _wait_for_more(self) -> None:
         """Give the others of a crowd a moment to arrive: prompts that come together share prefixes."""
@@ -212,13 +165,20 @@ class TorchEngine:
                 break
 
     def _step(self) -> None:
+        if not self._running:
+            self._wait_for_more()
+        if self._closed:  # while it waited
+            return
+        with torch.inference_mode():
+            self._take_step()
+
+    def _take_step(self) -> None:
         for gone in [r for r in self._running if r.future.cancelled()]:
             self._end(gone, keep=bool(gone.ids))
         # a request that lost its slot half way goes on under the policy it began with
         paused = any(r.ids for r in self._waiting)
         if self._commands and not self._running and not paused:
-            _obey(*self._commands.popleft())
-            return
+            return self._obey()
         if paused or not self._commands:
             self._admit(only_paused=bool(self._commands))
         if not self._running:
@@ -264,7 +224,7 @@ class TorchEngine:
             except Exception as error:
                 for running in [r for r in self._waiting if r.policy == policy]:
                     self._waiting.remove(running)
-                    self._fail(running, RequestError(f"policy {policy!r} cannot be served: {error}"), error)
+                    fail(running.future, RequestError(f"policy {policy!r} cannot be served: {error}"), error)
                 return
         free = len(self.cache.slots) - len(self._running)
         served = [r for r in self._waiting if r.policy == self.served]
@@ -349,7 +309,7 @@ class TorchEngine:
         for row, running in enumerate(ready):
             if not math.isfinite(chosen[row]):
                 name = running.request.request_id or "(unnamed)"
-                self._fail(running, NonFiniteLogits(f"request {name}: the model produced NaN or inf logits"))
+                fail(running.future, NonFiniteLogits(f"request {name}: the model produced NaN or inf logits"))
                 self._end(running, keep=False)
                 continue
             self.counters["sampled_tokens"] += 1
@@ -391,11 +351,6 @@ class TorchEngine:
         if running.future.set_running_or_notify_cancel():
             running.future.set_result(result)
 
-    def _fail(self, running: _Running, error: Exception, cause: Exception | None = None) -> None:
-        error.__cause__ = cause
-        if running.future.set_running_or_notify_cancel():
-            running.future.set_exception(error)
-
     def _end(self, running: _Running, *, keep: bool) -> None:
         """Free the slot. ``keep`` its content for a next turn, unless it may be wrong."""
         self._running.remove(running)
@@ -412,17 +367,6 @@ def _continued(prompt: tuple[int, ...], idle: dict[tuple[int, ...], Slot], lengt
         if slot is not None and not slot.busy and slot.length == length:
             return slot
     return None
-
-
-def _obey(future: Future[Any], function: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
 
 
 def _by_slot(entry: tuple[_Running, list[int]]) -> tuple[int, int]:

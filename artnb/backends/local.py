@@ -24,12 +24,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from artnb.backends import attention
+from artnb.backends import stack as stacks
+from artnb.backends.adapter_files import read_adapter, read_json
 from artnb.backends.base import Publication, SampleRequest, SampleResult
 from artnb.backends.decoder import Weights
-from artnb.backends.engine_torch import TorchEngine
-from artnb.backends.quiet import import_tqdm, without_bars
-from artnb.backends.trainer_peft import PeftTrainer, read_json
+from artnb.backends.quiet import import_tqdm
+from artnb.backends.trainer import Trainer
+from artnb.backends.vllm_weights import Adapter
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import CheckpointError, ConfigurationError, PublicationError, RequestError, require
 from artnb.loss import summarize
@@ -37,6 +38,8 @@ from artnb.types import Sample
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""An adapter's A (rank, in) and B (out, rank) by layer."""
 
 _PROBE = (
     "The quick brown fox jumps over the lazy dog. 3 + 4 = 7. <call>apple</call> "
@@ -49,9 +52,10 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 class LocalBackend:
     """One base model, a LoRA adapter, a trainer and an engine in this process.
 
-    base: a Hugging Face id or a folder that transformers loads. dtype: ``bfloat16`` or ``float32``;
-    None takes bf16 where this machine multiplies it natively. checkpoint: finds the folder of a
-    checkpoint name, for ``sample(policy="step_000012")``.
+    base: a Hugging Face id or a folder that transformers loads. dtype: ``bfloat16``, ``float16`` or
+    ``float32``; None takes bf16 where this machine multiplies it natively. engine, trainer, and their
+    options: see ``stack``. checkpoint: finds the folder of a checkpoint name, for
+    ``sample(policy="step_000012")``.
     """
 
     def __init__(
@@ -61,46 +65,54 @@ class LocalBackend:
         *,
         base_name: str | None = None,
         dtype: str | None = None,
+        engine: str | None = None,
+        trainer: str | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
+        trainer_kwargs: Mapping[str, Any] | None = None,
         checkpoint: Callable[[str], Path] | None = None,
         seed: int = 0,
     ) -> None:
         import_tqdm()
+        self.stack = stacks.choose(trainer, engine)
+        stacks.prepare(self.stack)
         require("transformers", extra="cpu", why="to run a model in this kernel")
         require("peft", extra="cpu", why="to train an adapter")
         _tune_malloc()
         self.base_model = base_name or str(base)
         self.lora = lora
-        self.dtype = _dtype(dtype)
+        self.dtype = _dtype(dtype, self.stack.device)
         self.checkpoint = checkpoint
         self._version = 0
         self._closed = False
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="artnb-compute")
         try:
-            self._compute.submit(self._load, base, dict(engine_kwargs or {}), seed).result()
+            self._compute.submit(
+                self._load, base, dict(engine_kwargs or {}), dict(trainer_kwargs or {}), seed
+            ).result()
         except BaseException:
             self._compute.shutdown()
             raise
 
-    def _load(self, base: str | Path, engine_kwargs: dict[str, Any], seed: int) -> None:
+    def _load(
+        self, base: str | Path, engine_kwargs: dict[str, Any], trainer_kwargs: dict[str, Any], seed: int
+    ) -> None:
         import transformers
 
-        attention.register()
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         self.tokenizer.clean_up_tokenization_spaces = False  # text is what the tokens say
-        attention.check_supported(transformers.AutoConfig.from_pretrained(base))
-        with without_bars():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                base, dtype=self.dtype, attn_implementation=attention.NAME
-            )
-        model.requires_grad_(False)
-        try:
-            self.engine = TorchEngine(
-                model, self.tokenizer, self._policy, self._compute, seed=seed, **engine_kwargs
-            )
-        except TypeError as error:
-            raise ConfigurationError(f"engine_kwargs: {error}") from error
-        self._trainer: PeftTrainer | None = PeftTrainer(model, self.lora)
+        model = stacks.load_model(self.stack, base, self.dtype, trainer_kwargs)
+        self.engine = stacks.make_engine(
+            self.stack,
+            base,
+            model,
+            self.tokenizer,
+            self._policy,
+            self._compute,
+            lora=self.lora,
+            seed=seed,
+            options=engine_kwargs,
+        )
+        self._trainer: Trainer | None = stacks.make_trainer(self.stack, model, self.lora, trainer_kwargs)
         self.max_context = self.engine.max_context
         self._published = self._factors()
         probe = self.tokenizer(_PROBE, add_special_tokens=False).input_ids
@@ -110,7 +122,7 @@ class LocalBackend:
         self._sizes = {"trainable_parameters": trainable, "parameters": parameters}
 
     @property
-    def trainer(self) -> PeftTrainer:
+    def trainer(self) -> Trainer:
         if self._trainer is None:
             raise RequestError("the model is closed; run the cell that makes the Model again")
         return self._trainer
@@ -132,19 +144,40 @@ class LocalBackend:
             raise CheckpointError(f"there is no checkpoint {name!r} to sample from")
         return folder
 
-    def _policy(self, name: str) -> tuple[Weights, int]:
-        """Linear weights and version of a policy; runs on the compute thread."""
-        layers = self.trainer.layers
+    def _policy(self, name: str) -> tuple[Weights | Adapter, int]:
+        """What the engine has to load for a policy, and its version; runs on the compute thread."""
         if name == "base":
-            return self.trainer.base_weights(), -1
+            return self._base(), -1
         if name == "current":
-            # not layer.merged: an update may be under way that is not published yet
-            merged = {x.name: x.merged_with(*self._published[x.name]) for x in layers}
-            return merged, self._version
+            # not the trainer's own: an update may be under way that is not published yet
+            return self._effective(self._published), self._version
         folder = self._checkpoint_folder(name)
-        return self.trainer.weights_of(folder), int(read_json(folder / "backend.json")["policy_version"])
+        saved = read_adapter(folder, self.trainer.parameters)
+        factors = {
+            x.name: (saved[f"{x.name}.lora_A.weight"], saved[f"{x.name}.lora_B.weight"])
+            for x in self.trainer.layers
+        }
+        return self._effective(factors), int(read_json(folder / "backend.json")["policy_version"])
 
-    def _factors(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    def _base(self) -> Weights | Adapter:
+        if self._serves_adapters:
+            return Adapter({}, self.lora.rank, self.lora.alpha)
+        return self.trainer.base_weights()
+
+    def _effective(self, factors: Factors) -> Weights | Adapter:
+        """These factors as the engine takes them: an adapter, or merged into the base weights."""
+        if not self._serves_adapters:
+            return {x.name: x.merged_with(*factors[x.name]) for x in self.trainer.layers}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, (a, b) in factors.items():
+            tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
+        return Adapter(tensors, self.lora.rank, self.lora.alpha)
+
+    @property
+    def _serves_adapters(self) -> bool:
+        return getattr(self.engine, "publish", "merged") == "lora"
+
+    def _factors(self) -> Factors:
         return {x.name: (x.a.detach().clone(), x.b.detach().clone()) for x in self.trainer.layers}
 
     # ---- training -----------------------------------------------------------------------------
@@ -207,10 +240,10 @@ class LocalBackend:
         )
 
     def _serve_trained(self, version: int) -> bool:
-        """Load the trainer's effective weights into the engine and compare them bit by bit."""
-        weights = self.trainer.merged_weights()
-        changed = self.engine.load(weights, "current", version)
-        if wrong := self.engine.decoder.holds(weights):
+        """Load the trainer's policy into the engine and compare what it then holds, bit by bit."""
+        trained = self._effective(self._factors()) if self._serves_adapters else self.trainer.merged_weights()
+        changed = self.engine.load(trained, "current", version)
+        if wrong := self.engine.holds(trained):
             self.engine.served = ""
             raise PublicationError(f"the engine does not hold what was published: {', '.join(wrong[:3])}")
         return changed
@@ -262,8 +295,9 @@ class LocalBackend:
                 },
             },
             "dtype": str(self.dtype).removeprefix("torch."),
-            "device": "cpu",
-            "engine": "torch",
+            "device": self.stack.device,
+            "engine": self.stack.engine,
+            "trainer": self.stack.trainer,
             "threads": torch.get_num_threads(),
             **self._sizes,
         }
@@ -274,12 +308,13 @@ class LocalBackend:
         self._closed = True
         self.engine.close()
         await asyncio.to_thread(self._compute.shutdown)
-        del self.engine.decoder, self.engine.cache
         self._trainer, self._published = None, {}
 
 
-def _dtype(name: str | None) -> torch.dtype:
-    known = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+def _dtype(name: str | None, device: str) -> torch.dtype:
+    known = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+    if name is None and device == "cuda":  # cards before Ampere emulate bf16
+        return torch.bfloat16 if torch.cuda.get_device_capability() >= (8, 0) else torch.float16
     if name is None:
         return torch.bfloat16 if multiplies_bfloat16() else torch.float32
     if name not in known:

@@ -26,6 +26,9 @@ from artnb.types import Trajectory
 if TYPE_CHECKING:
     import pandas
 
+STEP_KINDS = ("train", "sft")
+"""Kinds of metrics records that finish a step of the run: each made a policy of its own."""
+
 
 def run_path(name: str, root: str | Path) -> Path:
     """Where a run lies. A name that would leave ``root`` or not survive a file system is refused."""
@@ -67,13 +70,13 @@ class RunFolder:
     @property
     def trained_steps(self) -> int:
         """Training steps whose metrics count."""
-        return max((r["step"] + 1 for r in self.metrics() if r.get("kind") == "train"), default=0)
+        return max((r["step"] + 1 for r in self.metrics() if r.get("kind") in STEP_KINDS), default=0)
 
     def metrics(self, *, include_rolled_back: bool = False) -> list[dict[str, Any]]:
         """Every metrics record that counts, in order; or all, each with ``rolled_back`` True or False."""
         timeline, records = self._timeline(), []
         for record in self._metrics.read():
-            counts = timeline.counts(record, is_training=record.get("kind") == "train")
+            counts = timeline.counts(record, is_training=record.get("kind") in STEP_KINDS)
             record.pop("session", None)
             if include_rolled_back:
                 records.append({**record, "rolled_back": not counts})

@@ -112,7 +112,7 @@ def run_html(run: RunFolder) -> str:
     latest = run.latest_checkpoint()
     rows = {
         "folder": str(run.path),
-        "training steps": str(sum(r.get("kind") == "train" for r in metrics)),
+        "training steps": str(run.trained_steps),
         "latest checkpoint": latest.name if latest else "none",
         "last mean reward": f"{rewards[-1]:.3f}" if rewards else "none",
     }

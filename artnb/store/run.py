@@ -19,7 +19,7 @@ from typing import Any
 from artnb.errors import ArtnbError, ConfigurationError, RunMismatch
 from artnb.store import checkpoints as checkpoint_files
 from artnb.store.codec import decode, encode
-from artnb.store.folder import RunFolder, differences, run_path
+from artnb.store.folder import STEP_KINDS, RunFolder, differences, run_path
 from artnb.store.journal import write_atomically
 from artnb.store.owner import Owner
 from artnb.store.trajectories import PROCESS, Stored
@@ -199,8 +199,8 @@ class Run(RunFolder):
     # Records
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Append a line to metrics.jsonl; one of kind ``train`` finishes its step."""
-        is_training = record.get("kind") == "train"
+        """Append a line to metrics.jsonl; one of a kind in ``STEP_KINDS`` finishes its step."""
+        is_training = record.get("kind") in STEP_KINDS
         if is_training and record.get("step") != self.step:
             raise ConfigurationError(
                 f"run {self.name!r} stands at step {self.step}, but metrics of training step "
@@ -280,14 +280,15 @@ class Run(RunFolder):
         """Yield a folder for the policy after this step, and a slow function that seals it once filled.
 
         Afterwards the step's checkpoint and its line of metrics are on disk, both or neither, and
-        ``step`` has moved on. Inside the block ``metrics`` may still grow.
+        ``step`` has moved on. Inside the block ``metrics`` may still grow; their ``kind`` is ``train``
+        unless they say another of ``STEP_KINDS``.
         """
-        step = self.step
-        kept = {**state, "cursor": self.cursor, "metrics": {**metrics, "kind": "train", "step": step}}
+        about = {"kind": metrics.get("kind", "train"), "step": self.step}
+        step, kept = self.step, {**state, "cursor": self.cursor, "metrics": {**metrics, **about}}
         with self.writing_checkpoint(step + 1, kept) as folder:
             yield folder, partial(checkpoint_files.seal, folder, step + 1, kept)
         try:
-            self.append_metrics({**metrics, "kind": "train", "step": step})
+            self.append_metrics({**metrics, **about})
         except BaseException:
             checkpoint_files.remove(self.path / "checkpoints", step + 1)
             raise

@@ -26,6 +26,7 @@ SECTIONS: dict[str, dict[str, str]] = {
     },
     "policy": {
         "loss": "loss",
+        "nll": "negative log-likelihood per token",
         "entropy": "entropy per token",
         "kl_k1": "KL to the sampling policy (k1)",
         "kl_k3": "KL to the sampling policy (k3)",
@@ -51,8 +52,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "weights_changed": "published weights changed",
     },
     "data": {
+        "examples": "examples",
         "samples": "rows trained",
-        "tokens": "sampled tokens trained",
+        "tokens": "tokens learned",
         "tokens_sampled": "sampled tokens gathered",
         "packed_tokens": "tokens computed",
         "row_tokens": "tokens of all rows",

@@ -1,0 +1,488 @@
+"""How does vLLM sample in this kernel? Stepped on the one compute thread that it shares with a trainer.
+
+vLLM runs without a process of its own, so that requests join and leave between its steps, a policy
+is exchanged while none runs, and the trainer's tensors reach it without a copy on the way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import math
+import os
+import random
+import tempfile
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from artnb.backends.base import SampleRequest, SampleResult
+from artnb.backends.decoder import Weights
+from artnb.backends.engine_loop import EngineLoop, fail
+from artnb.backends.vllm_process import quiet, set_environment, undisturbed
+from artnb.backends.vllm_weights import Adapter, BaseWeights, VllmWeights, checksum
+from artnb.errors import ConfigurationError, NonFiniteLogits, PromptTooLong, RequestError, require
+
+Publish = Literal["lora", "merged"]
+_FORMS = {"json_schema": "json", "regex": "regex", "choice": "choice"}
+"""Our names of structured outputs and vLLM's."""
+
+
+@dataclass(eq=False)
+class _Running:
+    request: SampleRequest
+    future: Future[SampleResult]
+    submitted: float
+    policy: str
+    started: float = 0.0
+
+
+class VllmEngine(EngineLoop):
+    """Samples from one policy at a time, as TorchEngine does.
+
+    model_folder: what vLLM loads, a folder or a Hugging Face id. provider: returns a policy's linear
+    weights by layer name (``publish="merged"``) or its Adapter (``"lora"``) and its version; called
+    when requests ask for another policy than the one served. compute: an executor with one thread,
+    on which every step runs; the constructor must run there too. publish: None merges on a CPU,
+    where an active adapter is slow, and serves adapters up to ``lora_rank`` elsewhere. llm: an
+    engine that exists (an LLM or LLMEngine of vLLM's, as Unsloth makes with
+    ``fast_inference=True``); it is closed with this one. engine_kwargs go to vLLM's EngineArgs.
+    Raises ConfigurationError.
+    """
+
+    def __init__(
+        self,
+        model_folder: str | Path,
+        tokenizer: Any,
+        provider: Callable[[str], tuple[Weights | Adapter, int]],
+        compute: Executor,
+        *,
+        max_running: int = 128,
+        max_context: int | None = None,
+        kv_bytes: int = 1 << 30,
+        seed: int = 0,
+        dtype: torch.dtype | str | None = None,
+        publish: Publish | None = None,
+        lora_rank: int = 16,
+        llm: Any = None,
+        **engine_kwargs: Any,
+    ) -> None:
+        super().__init__(compute)
+        for name, size in {"max_running": max_running, "kv_bytes": kv_bytes}.items():
+            if size < 1:
+                raise ConfigurationError(f"{name} must be >= 1, got {size}")
+        on_cpu = _is_on_cpu()
+        self.publish: Publish = publish or ("merged" if on_cpu and llm is None else "lora")
+        if lora_rank > _RANKS[-1]:
+            raise ConfigurationError(f"vLLM serves adapters up to rank {_RANKS[-1]}, not {lora_rank}")
+        options: dict[str, Any] = {
+            "model": str(model_folder),
+            "dtype": str(dtype or "auto").removeprefix("torch."),
+            "max_model_len": max_context or -1,  # -1: as long as model and cache allow
+            "max_num_seqs": max_running,
+            "kv_cache_memory_bytes": kv_bytes,
+            "seed": seed,
+            "enforce_eager": on_cpu,
+            # in parts, a prompt takes random draws back, which a CPU's generators cannot do
+            "enable_chunked_prefill": not on_cpu,
+            "enable_lora": self.publish == "lora",
+            "max_lora_rank": next(rank for rank in _RANKS if rank >= lora_rank),
+            **_DEFAULTS,
+            **engine_kwargs,
+        }
+        self.llm = _make(options) if llm is None else _given(llm, engine_kwargs)
+        config = self.llm.vllm_config.model_config
+        if self.publish == "lora" and self.llm.vllm_config.lora_config is None:
+            raise ConfigurationError("publish='lora' needs a vLLM engine made with enable_lora=True")
+        if self.publish == "merged" and config.quantization is not None:
+            raise ConfigurationError("merged weights cannot replace quantized ones; use publish='lora'")
+        self.max_context, self._logprobs_mode = int(config.max_model_len), config.logprobs_mode
+        self.max_running = min(max_running, self.llm.vllm_config.scheduler_config.max_num_seqs)
+        self.tokenizer = tokenizer
+        self.provider = provider
+        self.served, self.version = "current", 0
+        self.random = random.Random(seed)
+        self.counters = {"prompt_tokens": 0, "computed_prompt_tokens": 0, "sampled_tokens": 0, "steps": 0}
+        self._weights = VllmWeights(self._runner.get_model(), config.dtype, BaseWeights(str(model_folder)))
+        self._held: dict[str, int] | None = {}
+        """Checksums of the layers that were ever exchanged; None: unknown after a failure."""
+        self._loaded: set[str] = set()
+        """Layers that ever held something else than the base model's weights."""
+        self._adapter: Any = None
+        """vLLM's LoRARequest for the adapter served."""
+        self._factors: dict[str, int] = {}
+        """Checksums of its tensors."""
+        self._number = 0
+        self._asleep = False
+        self._waiting: deque[_Running] = deque()
+        self._running: dict[str, _Running] = {}
+        """Requests that vLLM has, by the id it knows them under."""
+
+    @property
+    def _runner(self) -> Any:
+        return self.llm.model_executor.driver_worker.model_runner
+
+    # ---- called from any thread -------------------------------------------------------------
+
+    def submit(self, request: SampleRequest, *, policy: str = "current") -> Future[SampleResult]:
+        """Queue a request. Cancelling the future aborts it in vLLM before the next step."""
+        self._check(request)
+        future: Future[SampleResult] = Future()
+        running = _Running(request, future, time.time(), policy)
+        self._post(lambda: self._waiting.append(running))
+        return future
+
+    def _check(self, request: SampleRequest) -> None:
+        prompt, sampling = len(request.prompt_ids), request.sampling
+        if prompt == 0:
+            raise RequestError("the prompt is empty: there is nothing to continue")
+        if prompt + sampling.max_tokens > self.max_context:
+            raise PromptTooLong(
+                f"the prompt has {prompt} tokens and {sampling.max_tokens} more are asked for, "
+                f"but this engine's context holds {self.max_context}"
+            )
+        if 0 < sampling.temperature < 0.01:
+            raise RequestError("vLLM samples at temperature 0 or at 0.01 and more")
+        mode = self._logprobs_mode
+        if mode != _DEFAULTS["logprobs_mode"] and (sampling.temperature not in (0, 1) or sampling.truncates):
+            raise RequestError(
+                f"this vLLM engine reports {mode}, which are those of temperature 1 without truncation only; "
+                "make it with logprobs_mode='processed_logprobs'"
+            )
+
+    # ---- policies, on the compute thread ----------------------------------------------------
+
+    def load(self, weights: Weights | Adapter, policy: str, version: int) -> bool:
+        """Serve linear weights by layer name (others are the base model's), or an adapter over the
+        base model; drops every cached key. True when what is served changed."""
+        if self.publish == "lora" and not isinstance(weights, Adapter):
+            raise ConfigurationError(
+                "with publish='lora' vLLM's weights stay the base model's: give an Adapter"
+            )
+        self.served = ""  # should an exchange stop half way, the next request loads its policy anew
+        self.wake()
+        with quiet():
+            if isinstance(weights, Adapter):
+                changed = self._load_merged({}) | self._load_adapter(weights, policy)
+            else:
+                changed = self._load_adapter(Adapter({}, 1, 1.0), policy) | self._load_merged(weights)
+            self._drop_prefixes()
+        self.served, self.version = policy, version
+        return changed
+
+    def holds(self, weights: Weights | Adapter) -> list[str]:
+        """Names among these layers that vLLM does not serve bit for bit.
+
+        An adapter's factors are compared as they lie in vLLM's active slot, matrices that can be
+        read as a whole; of matrices that the CPU build keeps in an order of its own, 64 columns
+        drawn anew each time.
+        """
+        if not isinstance(weights, Adapter):
+            return self._weights.wrong(weights)
+        if weights.changes_nothing and self._adapter is None:
+            return []
+        number = self._adapter.lora_int_id if self._adapter else 0
+        return self._weights.wrong_factors(weights, self._runner.lora_manager._adapter_manager, number)
+
+    def score(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logprobs (T - 1,) of each token after the first under the served weights, temperature 1."""
+        if len(ids) >= self.max_context:
+            raise PromptTooLong(f"{len(ids)} tokens and one more do not fit a context of {self.max_context}")
+        self.wake()
+        name = self._add(ids, temperature=0.0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
+        while True:
+            for output in self._advance():
+                if output.request_id == name:
+                    rows = output.prompt_logprobs
+                    return torch.tensor([rows.logprobs[start] for start in rows.start_indices[1:]])
+
+    def sleep(self) -> bool:
+        """Free the cache and move the weights out of a GPU until ``wake`` or the next request.
+
+        False, and nothing done, on a CPU or where vLLM was made without enable_sleep_mode. Call it
+        through ``call``: no request may be running.
+        """
+        config = self.llm.vllm_config
+        if config.device_config.device_type == "cpu" or not config.model_config.enable_sleep_mode:
+            return False
+        if not self._asleep:
+            self._drop_prefixes()
+            self.llm.sleep(level=1)
+            self._asleep = True
+        return True
+
+    def wake(self) -> bool:
+        """Undo ``sleep``; False when the engine was awake."""
+        if not self._asleep:
+            return False
+        self.llm.wake_up()
+        self._asleep = False
+        return True
+
+    def _load_merged(self, weights: Weights) -> bool:
+        """Exchange matrices where their checksums differ from those of what is held."""
+        base = [layer for layer in self._loaded if layer not in weights]
+        full = {**weights, **{layer: self._weights.base_of(layer) for layer in base}}
+        sums = {layer: checksum(weight.to(self._weights.dtype)) for layer, weight in full.items()}
+        held = self._held
+        if held is not None:
+            unknown = [layer for layer in full if layer not in held]
+            before = {**held, **{layer: checksum(self._weights.base_of(layer)) for layer in unknown}}
+            if sums == before:
+                return False
+        self._held = None
+        self._loaded |= weights.keys()
+        tensors = self._weights.complete(full)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        self._held = sums
+        return True
+
+    def _load_adapter(self, adapter: Adapter, policy: str) -> bool:
+        """Exchange the adapter. vLLM reads it from a folder, which lies in memory where it can."""
+        from safetensors.torch import save_file
+        from vllm.lora.request import LoRARequest
+
+        sums = {} if adapter.changes_nothing else {n: checksum(t) for n, t in adapter.tensors.items()}
+        changed, self._factors = sums != self._factors, sums
+        if self._adapter is not None:
+            self.llm.remove_lora(self._adapter.lora_int_id)
+            self._adapter = None
+        if not sums:
+            return changed
+        self._number += 1  # vLLM and its prefix cache know an adapter by number and name: never twice
+        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        with tempfile.TemporaryDirectory(prefix="artnb-", dir=in_memory) as folder:
+            tensors = {f"base_model.model.{n}": t.detach().contiguous() for n, t in adapter.tensors.items()}
+            save_file(tensors, Path(folder) / "adapter_model.safetensors")
+            targets = sorted({layer.rpartition(".")[2] for layer in adapter.layers})
+            shape = {"peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.alpha}
+            (Path(folder) / "adapter_config.json").write_text(
+                json.dumps({**shape, "target_modules": targets})
+            )
+            request = LoRARequest(f"{policy}-{self._number}", self._number, folder)
+            if not self.llm.add_lora(request):
+                raise RuntimeError(f"vLLM did not take adapter {request.lora_name}")
+        self._adapter = request
+        return changed
+
+    def _drop_prefixes(self) -> None:
+        """Forget every cached key; a step that is still in flight may hold blocks for a moment."""
+        for _ in range(8):
+            if self.llm.reset_prefix_cache():
+                return
+            self._advance()
+        raise RuntimeError("vLLM keeps blocks of its cache in use although no request is running")
+
+    # ---- steps, on the compute thread -------------------------------------------------------
+
+    def _step(self) -> None:
+        gone = [name for name, running in self._running.items() if running.future.cancelled()]
+        if gone:
+            self.llm.abort_request(gone)
+            for name in gone:
+                del self._running[name]
+        if self._commands and not self._running:
+            return self._obey()
+        if not self._commands:
+            self._admit()
+        if self._running:
+            self._advance()
+
+    def _admit(self) -> None:
+        self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
+        if not self._waiting:
+            return
+        self.wake()
+        if not self._running and all(r.policy != self.served for r in self._waiting):
+            policy = self._waiting[0].policy
+            try:
+                weights, version = self.provider(policy)
+                self.load(weights, policy, version)
+            except Exception as error:
+                for running in [r for r in self._waiting if r.policy == policy]:
+                    self._waiting.remove(running)
+                    fail(running.future, RequestError(f"policy {policy!r} cannot be served: {error}"), error)
+                return
+        free = self.max_running - len(self._running)
+        chosen = [r for r in self._waiting if r.policy == self.served][:free]
+        if not chosen:
+            return
+        taken = {id(r) for r in chosen}
+        self._waiting = deque(r for r in self._waiting if id(r) not in taken)
+        for running in chosen:
+            self._start(running)
+
+    def _start(self, running: _Running) -> None:
+        request, sampling = running.request, running.request.sampling
+        seed = sampling.seed
+        if seed is None and sampling.temperature > 0:
+            seed = self.random.getrandbits(62)
+        running.started = time.time()
+        try:
+            form = _form(request.structured)
+            name = self._add(
+                request.prompt_ids,
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                min_p=sampling.min_p,
+                seed=seed,
+                max_tokens=sampling.max_tokens,
+                stop=list(sampling.stop),
+                include_stop_str_in_output=True,
+                detokenize=bool(sampling.stop),
+                skip_special_tokens=False,
+                spaces_between_special_tokens=False,
+                stop_token_ids=list(request.stop_ids),
+                ignore_eos=form is None,  # a form that is complete leaves no other token
+                structured_outputs=form,
+                logprobs=request.top_logprobs,
+            )
+        except Exception as error:  # vLLM's own errors have no base of their own
+            fail(running.future, RequestError(f"vLLM refuses the request: {error}"), error)
+            return
+        self._running[name] = running
+        self.counters["prompt_tokens"] += len(request.prompt_ids)
+
+    def _add(self, ids: Sequence[int], **sampling: Any) -> str:
+        """Hand a prompt to vLLM; returns the name of the request."""
+        from vllm import SamplingParams
+        from vllm.inputs.engine import tokens_input
+        from vllm.sampling_params import RequestOutputKind
+
+        self._number += 1
+        name = str(self._number)
+        final = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
+        params = SamplingParams(**{"detokenize": False, **final, **sampling})
+        self.llm.add_request(name, tokens_input(list(ids)), params, lora_request=self._adapter)
+        return name
+
+    def _advance(self) -> list[Any]:
+        """One step of vLLM's; finishes the requests that it finished."""
+        outputs = self.llm.step()
+        self.counters["steps"] += 1
+        for output in outputs:
+            running = self._running.pop(output.request_id, None)
+            if running is not None:
+                self._finish(running, output)
+        return outputs
+
+    def _finish(self, running: _Running, output: Any) -> None:
+        completion, request = output.outputs[0], running.request
+        ids, rows = tuple(completion.token_ids), completion.logprobs
+        starts = rows.start_indices[: len(ids)]
+        logprobs = tuple(rows.logprobs[start] for start in starts)
+        cached = output.num_cached_tokens or 0
+        self.counters["computed_prompt_tokens"] += len(request.prompt_ids) - cached
+        self.counters["sampled_tokens"] += len(ids)
+        if not all(map(math.isfinite, logprobs)):
+            name = request.request_id or "(unnamed)"
+            fail(running.future, NonFiniteLogits(f"request {name}: the model produced NaN or inf logits"))
+            return
+        if completion.finish_reason not in ("stop", "length"):
+            fail(running.future, RequestError(f"vLLM ended the request with {completion.finish_reason!r}"))
+            return
+        top = []
+        if request.top_logprobs:
+            for start in starts:  # the sampled token comes first, then the best ones
+                best = slice(start + 1, start + 1 + request.top_logprobs)
+                top.append(tuple(zip(rows.token_ids[best], rows.logprobs[best], strict=True)))
+        result = SampleResult(
+            completion_ids=ids,
+            logprobs=logprobs,
+            finish_reason=completion.finish_reason,
+            policy_version=self.version,
+            top_logprobs=tuple(top),
+            queued=running.started - running.submitted,
+            seconds=time.time() - running.submitted,
+        )
+        if running.future.set_running_or_notify_cancel():
+            running.future.set_result(result)
+
+    def _recover(self, error: Exception) -> None:
+        """After a step that failed: what it had begun to write into the cache is forgotten."""
+        names = list(self._running)
+        for running in self._running.values():
+            fail(running.future, RequestError(f"the engine failed: {error}"), error)
+        self._running.clear()
+        self.llm.abort_request(names)
+        self.llm.reset_prefix_cache()
+
+    def _futures(self) -> Iterator[Future[Any]]:
+        return (r.future for r in (*self._running.values(), *self._waiting))
+
+    def _release(self) -> None:
+        self._running.clear()
+        self._waiting.clear()
+        with quiet():
+            self.llm.engine_core.shutdown()
+        del self.llm, self._weights
+        gc.collect()
+
+
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Sizes of the room that vLLM has for adapters."""
+_DEFAULTS: dict[str, Any] = {
+    "enable_prefix_caching": True,
+    "logprobs_mode": "processed_logprobs",
+    "generation_config": "vllm",  # the model folder's sampling defaults are not ours
+    "disable_log_stats": True,
+    "use_tqdm_on_load": False,
+    # small models fill the space that JSON allows between its tokens up to the length limit
+    "structured_outputs_config": {"backend": "guidance", "disable_any_whitespace": True},
+}
+
+
+def _is_on_cpu() -> bool:
+    """Whether this vLLM was built for CPUs."""
+    set_environment()
+    require("vllm", extra="gpu", why="to sample with vLLM in this kernel")
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _make(options: dict[str, Any]) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    known = {field.name for field in dataclasses.fields(EngineArgs)}
+    if unknown := sorted(options.keys() - known):
+        raise ConfigurationError(f"engine_kwargs: vLLM's EngineArgs have no {', '.join(unknown)}")
+    with quiet(), undisturbed():
+        try:
+            return LLMEngine.from_engine_args(EngineArgs(**options))
+        except (ValueError, TypeError) as error:
+            raise ConfigurationError(f"vLLM cannot be made: {error}") from error
+
+
+def _given(llm: Any, engine_kwargs: Mapping[str, Any]) -> Any:
+    if engine_kwargs:
+        raise ConfigurationError(f"engine_kwargs come too late for an engine that exists: {[*engine_kwargs]}")
+    engine = getattr(llm, "llm_engine", llm)
+    if not hasattr(engine, "model_executor"):
+        raise ConfigurationError(
+            "the vLLM engine must run in this process (VLLM_ENABLE_V1_MULTIPROCESSING=0)"
+        )
+    return engine
+
+
+def _form(structured: Mapping[str, Any] | None) -> Any:
+    """vLLM's parameters for a structured output. Raises ValueError."""
+    if structured is None:
+        return None
+    from vllm.sampling_params import StructuredOutputsParams
+
+    if len(structured) != 1 or not structured.keys() <= _FORMS.keys():
+        raise ValueError(
+            f"structured takes one of {', '.join(_FORMS)}, got {', '.join(structured) or 'none'}"
+        )
+    ((name, value),) = structured.items()
+    return StructuredOutputsParams(**{_FORMS[name]: value})

@@ -1,0 +1,146 @@
+"""Which trainer and which engine hold the model in this kernel, and how are they made?
+
+On a CPU: transformers with peft, and our own engine on the same tensors. On a GPU: Unsloth and vLLM.
+Each can be chosen by name; the results are the same within rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from artnb.backends.trainer import Trainer
+from artnb.config import LoraConfig
+from artnb.errors import ConfigurationError, require
+
+EngineName = Literal["torch", "vllm"]
+TrainerName = Literal["peft", "unsloth"]
+Provider = Callable[[str], tuple[Any, int]]
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A trainer and an engine by name, and where they run."""
+
+    trainer: TrainerName
+    engine: EngineName
+    device: str
+    """``cpu`` or ``cuda``"""
+
+
+def choose(trainer: str | None = None, engine: str | None = None) -> Stack:
+    """The stack of this machine, or the one that is named. Raises ConfigurationError."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    on_gpu = device == "cuda"
+    trainer = trainer or ("unsloth" if on_gpu else "peft")
+    engine = engine or ("vllm" if on_gpu else "torch")
+    for kind, name, known in (
+        ("trainer", trainer, TrainerName.__args__),  # type: ignore[attr-defined]
+        ("engine", engine, EngineName.__args__),  # type: ignore[attr-defined]
+    ):
+        if name not in known:
+            raise ConfigurationError(f"{kind} must be one of {', '.join(known)}; got {name!r}")
+    if on_gpu and engine == "torch":
+        raise ConfigurationError('the torch engine samples on CPUs only; use engine="vllm" on a GPU')
+    return Stack(trainer, engine, device)  # type: ignore[arg-type]
+
+
+def prepare(stack: Stack) -> None:
+    """Import what has to come before transformers. Raises MissingDependency, ConfigurationError."""
+    if stack.trainer == "unsloth":
+        from artnb.backends.trainer_unsloth import import_unsloth
+
+        import_unsloth()
+
+
+_TRAINER_OPTIONS = ("gradient_checkpointing", "optimizer")
+"""What either trainer takes; the rest goes to Unsloth's ``from_pretrained``."""
+
+
+def load_model(stack: Stack, base: str | Path, dtype: torch.dtype, options: Mapping[str, Any]) -> Any:
+    """The frozen base model, its attention ours. Raises ConfigurationError."""
+    rest = {name: value for name, value in options.items() if name not in _TRAINER_OPTIONS}
+    if stack.trainer == "unsloth":
+        from artnb.backends import trainer_unsloth
+
+        checkpointing = bool(options.get("gradient_checkpointing", False))
+        return trainer_unsloth.load(base, dtype=dtype, gradient_checkpointing=checkpointing, **rest)[0]
+    if rest:
+        raise ConfigurationError(
+            f"trainer_kwargs: the peft trainer has no {', '.join(sorted(rest))}; it knows "
+            f'{" and ".join(_TRAINER_OPTIONS)}. Others go to Unsloth: trainer="unsloth"'
+        )
+    return _transformers_model(base, dtype, stack.device)
+
+
+def make_trainer(stack: Stack, model: Any, lora: LoraConfig, options: Mapping[str, Any]) -> Trainer:
+    """An adapter on a model that ``load_model`` made, with its optimizer.
+
+    options: ``gradient_checkpointing`` and ``optimizer``, see ``Trainer``.
+    """
+    own = {name: options[name] for name in _TRAINER_OPTIONS if name in options}
+    if stack.trainer == "peft":
+        from artnb.backends.trainer_peft import PeftTrainer
+
+        return PeftTrainer(model, lora, **own)
+    from artnb.backends.trainer_unsloth import UnslothTrainer
+
+    # on a CPU Unsloth has no layers of its own: one product instead of three is faster there
+    merged = stack.device == "cpu" and not options.get("load_in_4bit")
+    return UnslothTrainer(model, lora, merged=merged, **own)
+
+
+def _transformers_model(base: str | Path, dtype: torch.dtype, device: str) -> Any:
+    import transformers
+
+    from artnb.backends import attention
+    from artnb.backends.quiet import without_bars
+
+    attention.register()
+    attention.check_supported(transformers.AutoConfig.from_pretrained(base))
+    with without_bars():
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            base, dtype=dtype, attn_implementation=attention.NAME
+        )
+    return model.requires_grad_(False).to(device)
+
+
+def make_engine(
+    stack: Stack,
+    base: str | Path,
+    model: Any,
+    tokenizer: Any,
+    provider: Provider,
+    compute: Executor,
+    *,
+    lora: LoraConfig,
+    seed: int,
+    options: Mapping[str, Any],
+) -> Any:
+    """The engine, on its compute thread. Ours shares the tensors of ``model``, which must not have an
+    adapter yet; vLLM loads its own, unless Unsloth put it on the same ones (``fast_inference=True``)."""
+    if stack.engine == "torch":
+        from artnb.backends.engine_torch import TorchEngine
+
+        make: Callable[..., Any] = TorchEngine
+        arguments: tuple[Any, ...] = (model, tokenizer, provider, compute)
+        own: dict[str, Any] = {}
+    else:
+        require("vllm", extra="gpu", why='for engine="vllm"')
+        from artnb.backends.engine_vllm import VllmEngine
+
+        make, arguments = VllmEngine, (base, tokenizer, provider, compute)
+        own = {
+            "dtype": model.dtype,
+            "lora_rank": lora.rank,
+            "llm": getattr(model, "vllm_engine", None),
+        }
+    try:
+        return make(*arguments, seed=seed, **{**own, **options})
+    except TypeError as error:
+        raise ConfigurationError(f"engine_kwargs: {error}") from error

@@ -1,0 +1,354 @@
+"""How are samples turned into a gradient and an update? What all trainers of this kernel have in common.
+
+A trainer says how the model is made (``trainer_peft``, ``trainer_unsloth``); packing, the objective,
+the update and its undoing are here.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+
+from artnb.backends.adapter_files import read_adapter, read_moments, write_adapter
+from artnb.backends.attention import TreePlan
+from artnb.backends.loss_scale import LossScale
+from artnb.backends.out_of_memory import DoesNotFit, Pieces, free_memory, hopeless, noticing
+from artnb.backends.packing_check import PackingCheck, PackingWarning, check_packing
+from artnb.config import TrainConfig
+from artnb.errors import ConfigurationError, require
+from artnb.logprobs import CHUNK, sampled_logprobs
+from artnb.loss import objective, token_loss
+from artnb.packing import PackedBatch, pack
+from artnb.types import Sample
+
+Statistics = dict[str, torch.Tensor]
+OptimizerName = Literal["adamw", "adamw_8bit"]
+
+MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw_8bit": ("state1", "state2")}
+"""What each optimizer keeps in the shape of its parameter."""
+
+
+class AdaptedLayer(Protocol):
+    """A linear layer with an adapter: effective weight = base + scale * b @ a, in the base's dtype."""
+
+    layer: Any
+    """The peft layer."""
+    name: str
+    """The layer's in the model without an adapter: ``model.layers.0.self_attn.q_proj``."""
+    a: torch.nn.Parameter
+    """(rank, in)"""
+    b: torch.nn.Parameter
+    """(out, rank)"""
+
+    @property
+    def base(self) -> torch.Tensor: ...
+
+    @property
+    def merged(self) -> torch.Tensor: ...
+
+    def merge(self) -> tuple[float, float]:
+        """Form the effective weight. Returns the update D times itself, and times the change of the
+        stored weight: equal where rounding to its dtype lost none of it."""
+        ...
+
+    def merged_with(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """The effective weight of another adapter of the same shape."""
+        ...
+
+
+class Trainer:
+    """A LoRA adapter over a frozen causal language model, its optimizer and its gradient.
+
+    model: the transformers model whose layers ``peft_model`` has adapted in place. optimizer:
+    ``adamw``, or ``adamw_8bit`` of bitsandbytes, which keeps the moments of large factors in 8 bits.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        peft_model: Any,
+        layers: Sequence[AdaptedLayer],
+        *,
+        optimizer: OptimizerName = "adamw",
+    ) -> None:
+        self.model, self.peft_model, self.layers = model, peft_model, list(layers)
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.get_output_embeddings().weight.dtype
+        self.packing: PackingCheck | None = None
+        """The comparison of packed with unpacked logprobs; None until there were rows to compare."""
+        self.pieces = Pieces()
+        """How finely steps have to be cut; finer since memory ran out in one."""
+        if any(layer.layer is model.get_output_embeddings() for layer in layers):
+            raise ConfigurationError("LoRA targets: the output layer cannot have an adapter")
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        for layer in layers:
+            for kind, parameter in (("lora_A", layer.a), ("lora_B", layer.b)):
+                parameter.data = parameter.data.to(torch.promote_types(self.dtype, torch.float32))
+                self.parameters[f"{layer.name}.{kind}.weight"] = parameter
+        self._optimizer_name: OptimizerName = optimizer
+        self.optimizer = _make_optimizer(optimizer, list(self.parameters.values()))
+        self.loss_scale = LossScale(self.parameters.values(), enabled=self.dtype == torch.float16)
+        self.merge()
+
+    # ---- the objective ------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        config: TrainConfig,
+        *,
+        denominator: float,
+        cancelled: threading.Event | None = None,
+    ) -> tuple[list[Statistics], dict[str, float]]:
+        """Add these rows' gradient. Returns token statistics by micro-batch, and sizes in all.
+
+        ``cancelled`` is looked at before each micro-batch; once it is set, the gradient is dropped.
+        Where memory runs out, everything is computed again in smaller pieces, which are remembered.
+        Raises OutOfMemory, the gradient being what it was, for a row that does not fit by itself.
+        """
+        before = [None if p.grad is None else p.grad.clone() for p in self.parameters.values()]
+        tried = [self.pieces]
+        while True:
+            try:
+                statistics, sizes = self._accumulate(samples, config, tried[-1], denominator, cancelled)
+                break
+            except DoesNotFit as error:
+                problem, smaller = error.with_traceback(None), tried[-1].smaller(error.batch)
+            for parameter, gradient in zip(self.parameters.values(), before, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+            free_memory(self.device)
+            if smaller is None:
+                raise hopeless(problem, samples, tried, config.microbatch_tokens)
+            tried.append(smaller)
+        self.pieces = tried[-1]
+        sizes["microbatch_tokens_used"] = float(min(config.microbatch_tokens, self.pieces.microbatch_tokens))
+        sizes["out_of_memory_retries"] = float(len(tried) - 1)
+        return statistics, sizes
+
+    def _accumulate(
+        self,
+        samples: Sequence[Sample],
+        config: TrainConfig,
+        pieces: Pieces,
+        denominator: float,
+        cancelled: threading.Event | None,
+    ) -> tuple[list[Statistics], dict[str, float]]:
+        """One attempt of ``forward_backward``. Raises DoesNotFit, having added a part of the gradient."""
+        statistics: list[Statistics] = []
+        sizes = {"packed_tokens": 0.0, "row_tokens": 0.0, "padded_tokens": 0.0, "loss": 0.0}
+        for batch in self._batches(samples, config, pieces):
+            if cancelled is not None and cancelled.is_set():
+                self.optimizer.zero_grad(set_to_none=True)
+                break
+            with noticing(batch):
+                loss, stats = self.loss_scale.backward(lambda: self._loss(batch, config, denominator, pieces))  # noqa: B023
+            statistics.append(stats)
+            sizes["loss"] += float(loss.detach())
+            sizes["packed_tokens"] += batch.tokens
+            sizes["row_tokens"] += batch.row_tokens
+            sizes["padded_tokens"] += batch.padded_tokens
+        sizes["packing_error"] = self.packing.error if self.packing else 0.0
+        sizes["rows_unpacked"] = float(self.packing is not None and not self.packing.is_true)
+        return statistics, sizes
+
+    def _batches(self, samples: Sequence[Sample], config: TrainConfig, pieces: Pieces) -> list[PackedBatch]:
+        """The largest first: what does not fit is noticed before much is computed."""
+        most, share = min(config.microbatch_tokens, pieces.microbatch_tokens), config.share_prefixes
+        if self.packing is None and most > 1:
+            with noticing(None):
+                self.verify_packing(samples, most_rows=pieces.compared_rows)
+        if self.packing is not None and not self.packing.is_true:
+            most, share = 1, False
+        batches = pack(samples, max_tokens=most, share_prefixes=share)
+        return sorted(batches, key=lambda batch: -batch.tokens)
+
+    def verify_packing(self, samples: Sequence[Sample], *, most_rows: int = 4) -> PackingCheck | None:
+        """Compare packed and unpacked logprobs of a few of these rows; where they differ, warn, and
+        compute rows one by one from here on. The first step does this by itself."""
+        self.packing = check_packing(
+            samples, lambda batch: self.logprobs(batch)[0], self.dtype, most_rows=most_rows
+        )
+        if self.packing is not None and not self.packing.is_true:
+            warnings.warn(str(self.packing), PackingWarning, stacklevel=2)
+        return self.packing
+
+    def _loss(
+        self, batch: PackedBatch, config: TrainConfig, denominator: float, pieces: Pieces
+    ) -> tuple[torch.Tensor, Statistics]:
+        base_logprobs = self._base_logprobs(batch, pieces.chunk) if config.kl_coef > 0 else None
+        logprobs, entropy = self.logprobs(
+            batch, entropy_gradient=config.entropy_coef != 0, chunk=pieces.chunk
+        )
+        losses, stats = token_loss(
+            logprobs,
+            self._tensor(batch.logprobs_S),
+            self._tensor(batch.advantages_S),
+            self._tensor(batch.row_S),
+            entropy,
+            config,
+            base_logprobs,
+        )
+        return objective(losses, self._tensor(batch.weights_S), denominator), stats
+
+    def logprobs(
+        self, batch: PackedBatch, *, entropy_gradient: bool = False, chunk: int = CHUNK
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logprobs and entropies (S,) float32 of the batch's sampled tokens under the adapter.
+
+        chunk: positions whose logits are held at once.
+        """
+        head = self.model.get_output_embeddings().weight
+        return sampled_logprobs(
+            self.hidden(batch)[self._tensor(batch.source_S)].to(head.dtype),
+            head,
+            self._tensor(batch.target_S),
+            self._tensor(batch.temperature_S),
+            chunk=chunk,
+            entropy_gradient=entropy_gradient,
+        )
+
+    def hidden(self, batch: PackedBatch) -> torch.Tensor:
+        """Last hidden states (N, H) of a batch's packed tokens, in the model's dtype."""
+        output = self.model.get_decoder()(
+            input_ids=self._tensor(batch.ids_N)[None],
+            position_ids=self._tensor(batch.positions_N)[None],
+            use_cache=False,
+            plan=TreePlan(batch.segments, self.device),
+        )
+        return output.last_hidden_state[0]
+
+    def _base_logprobs(self, batch: PackedBatch, chunk: int = CHUNK) -> torch.Tensor:
+        with torch.no_grad(), self.peft_model.disable_adapter():
+            return self.logprobs(batch, chunk=chunk)[0]
+
+    def score(self, ids: Sequence[int]) -> torch.Tensor:
+        """Logprobs (T - 1,) of each token after the first, temperature 1."""
+        row = Sample(
+            tuple(ids),
+            (False,) + (True,) * (len(ids) - 1),
+            (0.0,) * len(ids),
+            (0.0,) * len(ids),
+            (1.0,) * len(ids),
+            trajectory_id="probe",
+            group=0,
+        )
+        (batch,) = pack([row], max_tokens=len(ids))
+        with torch.no_grad():
+            return self.logprobs(batch)[0]
+
+    def _tensor(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.device)
+
+    # ---- the update ---------------------------------------------------------------------------
+
+    def optim_step(self, config: TrainConfig) -> dict[str, float]:
+        """One AdamW update with the accumulated gradient, which is then cleared."""
+        for group in self.optimizer.param_groups:
+            group.update(
+                lr=config.learning_rate, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+            )
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), config.max_grad_norm)
+        if not torch.isfinite(norm):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise FloatingPointError(f"the gradient's norm is {norm.item()}; the update was not applied")
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.merge()
+        return {"grad_norm": float(norm), "learning_rate": config.learning_rate}
+
+    def snapshot(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        """Adapter and optimizer as they are, for ``restore`` when a step does not succeed."""
+        return [p.detach().clone() for p in self.parameters.values()], copy.deepcopy(
+            self.optimizer.state_dict()
+        )
+
+    def restore(self, snapshot: tuple[list[torch.Tensor], dict[str, Any]]) -> None:
+        with torch.no_grad():
+            for parameter, value in zip(self.parameters.values(), snapshot[0], strict=True):
+                parameter.copy_(value)
+        self.optimizer.load_state_dict(copy.deepcopy(snapshot[1]))  # it would train on in the snapshot
+        self.optimizer.zero_grad(set_to_none=True)
+        self.merge()
+
+    def merge(self) -> None:
+        """The adapter has changed: form every effective weight."""
+        self._products = [layer.merge() for layer in self.layers]
+
+    @property
+    def rounding_lost(self) -> float:
+        """Share of the adapter's update that the stored weights do not show in its own direction;
+        rounding noise beside it is not counted."""
+        total, kept = sum(p[0] for p in self._products), sum(p[1] for p in self._products)
+        return 1.0 - kept / total if total > 0 else 0.0
+
+    # ---- weights for the engine ---------------------------------------------------------------
+
+    def merged_weights(self) -> dict[str, torch.Tensor]:
+        """Effective weights (out, in) by layer, in the model's dtype."""
+        return {layer.name: layer.merged for layer in self.layers}
+
+    def base_weights(self) -> dict[str, torch.Tensor]:
+        return {layer.name: layer.base for layer in self.layers}
+
+    def weights_of(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The effective weights of a saved adapter, without loading it into the trainer."""
+        state = {n: t.to(self.device) for n, t in read_adapter(folder, self.parameters).items()}
+        return {
+            layer.name: layer.merged_with(
+                state[f"{layer.name}.lora_A.weight"], state[f"{layer.name}.lora_B.weight"]
+            )
+            for layer in self.layers
+        }
+
+    # ---- saving -------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Write adapter (peft's format) and optimizer state into an existing folder."""
+        write_adapter(folder, self.parameters, dict(self._moments()))
+        self.peft_model.peft_config["default"].save_pretrained(str(folder))
+
+    def load(self, folder: Path, *, optimizer: bool = True) -> None:
+        """Restore what ``save`` wrote. Everything is read and checked before anything changes."""
+        adapter = read_adapter(folder, self.parameters)
+        kinds = MOMENTS[self._optimizer_name]
+        moments = read_moments(folder, self.parameters, kinds) if optimizer else {}
+        state = {index: moments[name] for index, name in enumerate(self.parameters) if name in moments}
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(adapter[name])
+        groups = self.optimizer.state_dict()["param_groups"]
+        self.optimizer.load_state_dict({"state": state, "param_groups": groups})
+        self.optimizer.zero_grad(set_to_none=True)
+        self.merge()
+
+    def _moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self.parameters.items():
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                moment = torch.as_tensor(value).contiguous()
+                # bitsandbytes shares small tables between parameters, which safetensors would refuse
+                yield f"{name}/{key}", moment if moment.shape == parameter.shape else moment.clone()
+
+
+def _make_optimizer(name: OptimizerName, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    if name not in MOMENTS:
+        raise ConfigurationError(f"optimizer must be one of {', '.join(MOMENTS)}; got {name!r}")
+    if name == "adamw":
+        return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.0)
+    bitsandbytes = require("bitsandbytes", extra="gpu", why="for optimizer='adamw_8bit'")
+    return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-5, weight_decay=0.0)
+
+
+def recompute_activations(model: torch.nn.Module) -> None:
+    """Put a model whose gradient checkpointing is on into the mode in which it takes place, without
+    the dropout that the mode would bring: a policy's logprobs are not random."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0

@@ -1,0 +1,61 @@
+"""What does vLLM do to the whole process, and what of it is undone?"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from artnb.errors import ConfigurationError
+
+_ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process
+    "VLLM_NO_USAGE_STATS": "1",  # and nothing about it leaves
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def set_environment() -> None:
+    """Variables that vLLM reads when it is imported or made, set where absent."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] != "0":
+        raise ConfigurationError("vLLM must run in this process: unset VLLM_ENABLE_V1_MULTIPROCESSING")
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Make a vLLM engine without a trace elsewhere: it would seed every random generator, take
+    ``torch.set_num_threads`` away, and listen on more than the loopback interface."""
+    import numpy
+
+    set_num_threads, drawn = torch.set_num_threads, (random.getstate(), numpy.random.get_state())
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface is None and sys.platform.startswith("linux"):
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            torch.set_num_threads = set_num_threads
+            random.setstate(drawn[0])
+            numpy.random.set_state(drawn[1])
+            if interface is None:
+                os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hide vLLM's warnings about what is meant to be, such as layers that keep their weights."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(max(level, logging.ERROR))
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,69 @@
+"""Is a step that really does not fit taken in smaller pieces? Under a limit of the system; prints JSON."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+
+import torch
+from reference_models import row
+from test_trainer import Gradients, gradients, make_trainer, relative_error
+
+from artnb.config import TrainConfig
+from artnb.errors import OutOfMemory
+
+ROWS, PROMPT, REPLY = 8, 40, 40
+CONFIG = TrainConfig(share_prefixes=False)
+
+
+def kilobytes(name: str) -> int:
+    """Of this process's address space: VmSize now, VmPeak at most so far."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+
+def limit_to(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (size * 1024, resource.RLIM_INFINITY))
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    trainer = make_trainer(folder)
+    mask = [False] * PROMPT + [True] * REPLY
+    rows = [
+        row([3 + (7 * i * (t + 1)) % 250 for t in range(PROMPT + REPLY)], mask, name=str(i))
+        for i in range(ROWS)
+    ]
+    gradients(trainer, rows[:2], CONFIG)  # what only a first step allocates
+    alone = kilobytes("VmSize")
+    expected: Gradients = gradients(trainer, rows, CONFIG)
+    whole, size = kilobytes("VmPeak") - alone, kilobytes("VmSize")
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+    limit_to(size + whole * 3 // 4)
+    _, sizes = trainer.forward_backward(rows, CONFIG, denominator=7.0)
+    found = {name: p.grad for name, p in trainer.parameters.items() if p.grad is not None}
+    report = {
+        "needed_mb": whole // 1024,
+        "error": relative_error(found, expected),
+        "first": sizes,
+        "next": trainer.forward_backward(rows, CONFIG, denominator=7.0)[1],
+    }
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+    long = row(
+        rows[0].ids_T[:1] * 4 + rows[0].ids_T * 8, [False] * 4 + [True] * 8 * (PROMPT + REPLY), name="long"
+    )
+    try:
+        trainer.forward_backward([*rows, long], CONFIG, denominator=7.0)
+    except OutOfMemory as error:
+        report["message"] = str(error)
+    report["untouched"] = all(p.grad is None for p in trainer.parameters.values())
+    report["after"] = relative_error(gradients(trainer, rows, CONFIG), expected)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
