@@ -1,0 +1,421 @@
+"""Does the plan count what there is, and say what a process really comes to hold?"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from artnb.architecture import architecture, built, read_config
+from artnb.backends.local import LocalBackend
+from artnb.config import LoraConfig
+from artnb.errors import ConfigurationError
+from artnb.measure import measure, plan_model
+from artnb.memory import FOUR_BITS
+from artnb.plan import plan
+
+
+def qwen2(hidden: int, width: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 32768,
+        "use_sliding_window": False,
+        "sliding_window": 32768,
+    } | more
+
+
+def qwen3(hidden: int, width: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+    found = qwen2(hidden, width, layers, heads, 8, model_type="qwen3", head_dim=128)
+    return found | {"max_position_embeddings": 40960} | more
+
+
+def eight_billion(model_type: str, vocabulary: int, **more: Any) -> dict[str, Any]:
+    """The layers that Llama 3.1 8B, Mistral 7B and Mixtral 8x7B have in common."""
+    return {
+        "model_type": model_type,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 32768,
+        "sliding_window": None,
+    } | more
+
+
+def latent(model_type: str, **more: Any) -> dict[str, Any]:
+    """DeepSeek-V3, and what Kimi-K2 changes of it."""
+    return {
+        "model_type": model_type,
+        "vocab_size": 129280,
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "num_hidden_layers": 61,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 128,
+        "n_shared_experts": 1,
+        "n_routed_experts": 256,
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "qk_nope_head_dim": 128,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_experts_per_tok": 8,
+        "first_k_dense_replace": 3,
+        "tie_word_embeddings": False,
+        "max_position_embeddings": 163840,
+    } | more
+
+
+def gemma(model_type: str, hidden: int, width: int, layers: int, heads: int, kv_heads: int, vocabulary: int):
+    return {
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": 256,
+        "vocab_size": vocabulary,
+    }
+
+
+QWEN_HALF_B = qwen2(896, 4864, 24, 14, 2)
+QWEN_3B = qwen2(2048, 11008, 36, 16, 2)
+QWEN_7B = qwen2(3584, 18944, 28, 28, 4, vocab_size=152064, tie_word_embeddings=False)
+MIXTRAL = eight_billion("mixtral", 32000, num_local_experts=8, num_experts_per_tok=2)
+DEEPSEEK = latent("deepseek_v3")
+KIMI = latent(
+    "kimi_k2",
+    vocab_size=163840,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    n_routed_experts=384,
+    n_group=1,
+    topk_group=1,
+    first_k_dense_replace=1,
+    auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+)
+QWEN_MOE = qwen3(2048, 6144, 48, 32, tie_word_embeddings=False) | {
+    "model_type": "qwen3_moe",
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+}
+KNOWN = {
+    "Qwen2.5-0.5B": (QWEN_HALF_B, 494_032_768),
+    "Qwen2.5-3B": (QWEN_3B, 3_085_938_688),
+    "Qwen2.5-7B": (QWEN_7B, 7_615_616_512),
+    "Qwen3-0.6B": (qwen3(1024, 3072, 28, 16), 596_049_920),
+    "Qwen3-8B": (qwen3(4096, 12288, 36, 32, tie_word_embeddings=False), 8_190_735_360),
+    "Llama-3.1-8B": (eight_billion("llama", 128256), 8_030_261_248),
+    "Mistral-7B-v0.3": (eight_billion("mistral", 32768), 7_248_023_552),
+    "Mixtral-8x7B": (MIXTRAL, 46_702_792_704),
+    "Qwen3-30B-A3B": (QWEN_MOE, 30_532_122_624),
+    "DeepSeek-V3": (DEEPSEEK, 671_026_404_352),
+    "Kimi-K2": (KIMI, 1_026_408_209_408),
+    "Gemma-2B": (gemma("gemma", 2048, 16384, 18, 8, 1, 256000), 2_506_172_416),
+    "Gemma-2-2B": (gemma("gemma2", 2304, 9216, 26, 8, 4, 256000), 2_614_341_888),
+    "Gemma-3-1B": (gemma("gemma3_text", 1152, 6912, 26, 4, 1, 262144), 999_885_952),
+}
+"""Configurations as their authors published them, and how many parameters these models have."""
+
+
+# ---- parameters -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_it_counts_what_transformers_builds(name):
+    published, parameters = KNOWN[name]
+    config = read_config(published)
+    counted, real = architecture(config), built(config)
+    assert counted.parameters == real.parameters == parameters
+    assert counted.active_parameters == real.active_parameters
+    assert (counted.other, counted.experts, counted.tied) == (real.other, real.experts, real.tied)
+
+    def by_shape(linears: Any) -> dict[Any, int]:
+        kinds: dict[Any, int] = {}
+        for x in linears:
+            key = (x.name, x.inputs, x.outputs, x.bias)
+            kinds[key] = kinds.get(key, 0) + x.count
+        return kinds
+
+    assert by_shape(counted.linears) == by_shape(real.linears)
+
+
+@pytest.mark.parametrize(
+    ("config", "active"), [(DEEPSEEK, 37.5e9), (KIMI, 32.9e9), (MIXTRAL, 12.9e9), (QWEN_MOE, 3.35e9)]
+)
+def test_it_knows_how_many_parameters_a_token_uses(config, active):
+    assert architecture(read_config(config)).active_parameters == pytest.approx(active, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        *((name, "all-linear") for name in ("Qwen2.5-0.5B", "Qwen3-0.6B", "Gemma-2B")),
+        # of these peft would also adapt the experts, which are no linear layers and our trainers refuse
+        ("Qwen3-30B-A3B", ("q_proj", "k_proj", "v_proj", "o_proj")),
+        ("DeepSeek-V3", ("q_b_proj", "kv_b_proj", "o_proj")),
+    ],
+)
+def test_it_counts_the_adapter_that_peft_makes(name, targets):
+    import peft
+    import torch
+    import transformers
+
+    config = read_config(KNOWN[name][0])
+    lora = LoraConfig(rank=16, targets=targets)
+    names = targets if isinstance(targets, str) else list(targets)
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        adapted = peft.get_peft_model(
+            model, peft.LoraConfig(r=16, target_modules=names), low_cpu_mem_usage=True
+        )
+    real = sum(p.numel() for n, p in adapted.named_parameters() if ".lora_" in n)
+    assert architecture(config).adapter_parameters(lora) == real
+
+
+def test_it_counts_a_family_it_has_no_formula_for():
+    config = read_config(
+        {
+            "model_type": "phi",
+            "num_hidden_layers": 2,
+            "hidden_size": 128,
+            "vocab_size": 100,
+            "intermediate_size": 256,
+            "num_attention_heads": 4,
+        }
+    )
+    found = architecture(config)
+    # phi: q, k, v, dense, fc1, fc2 with biases, one norm with a bias a layer and one at the end, a head bias
+    layer = 4 * (128 * 128 + 128) + (128 * 256 + 256) + (256 * 128 + 128) + 256
+    assert found.parameters == 2 * layer + 256 + 2 * 100 * 128 + 100
+
+
+# ---- bytes ------------------------------------------------------------------------------------------
+
+
+def test_it_knows_the_bytes_of_a_cached_token():
+    assert architecture(read_config(QWEN_7B)).kv_bytes(1, 2) == 2 * 28 * 4 * 128 * 2
+    assert architecture(read_config(KIMI)).kv_bytes(1, 2) == 61 * (512 + 64) * 2
+    gemma3 = architecture(read_config(KNOWN["Gemma-3-1B"][0] | {"sliding_window": 512}))
+    assert gemma3.kv_bytes(2048, 2) == 2 * 1 * 256 * 2 * (4 * 2048 + 22 * 512)  # every sixth layer sees all
+
+
+def test_four_bits_leave_embeddings_and_norms_alone():
+    found = plan(QWEN_7B, "L4", load_in_4bit=True)
+    linear = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    rest = 7_615_616_512 - linear
+    assert found.setting.bytes_of("base weights") == pytest.approx(linear * FOUR_BITS + 2 * rest, abs=2)
+    assert 5.4e9 < found.setting.bytes_of("base weights") < 5.8e9  # published 4-bit checkpoint: 5.55 GB
+
+
+def test_it_says_whether_engine_and_trainer_share_the_base():
+    assert plan(QWEN_3B, "A100-40").weight_copies == 1
+    two = plan(QWEN_3B, "A100-40", trainer="peft", load_in_4bit=True)
+    assert two.weight_copies == 2
+    assert two.setting.bytes_of("engine weights") == two.setting.bytes_of("base weights")
+    assert "second copy" in repr(two)
+    assert plan(None, "cpu", dtype="bfloat16").weight_copies == 3  # base, merged for the trainer, packed
+
+
+def test_it_plans_the_default_models():
+    checkpointed = {"context": 2048, "gradient_checkpointing": True}
+    assert plan(QWEN_3B, "T4", load_in_4bit=True, **checkpointed).fits
+    assert plan(QWEN_3B, "T4").setting.dtype == "float16"
+    assert not plan(QWEN_7B, "T4", **checkpointed).fits
+    assert plan(QWEN_7B, "H100", **checkpointed).fits
+    assert not plan(KIMI, "H200", load_in_4bit=True).fits
+
+
+def test_it_says_what_to_lower():
+    found = plan(QWEN_7B, "T4")
+    assert not found.fits and found.left < 0
+    assert any(line.startswith("load_in_4bit=True saves") for line in found.advice)
+    assert any(line.startswith("gradient_checkpointing=True saves") for line in found.advice)
+    together = "together these fit: load_in_4bit=True, gradient_checkpointing=True"
+    assert found.advice[-1].startswith(together)
+    lower = {"load_in_4bit": True, "gradient_checkpointing": True, "context": 2048, "microbatch_tokens": 2048}
+    assert plan(QWEN_7B, "T4", **lower).fits
+    assert "smaller base" in plan(KIMI, "T4").advice[-1]
+    assert plan(QWEN_3B, "H200").advice == []
+
+
+def test_the_longest_context_fits_and_a_longer_one_does_not():
+    found = plan(QWEN_3B, 30 << 30, context=2048, load_in_4bit=True)
+    longest = found.longest_context
+    assert 256 <= longest < 32768
+    assert found.setting.with_context(longest).fits
+    assert not found.setting.with_context(longest + 256).fits
+
+
+def test_the_cache_holds_as_many_trajectories_as_it_says():
+    # 36,864 bytes a token: 1,024 own tokens of each, and the prompts of 8 groups
+    room = 10 * 1024 * 36_864 + 8 * 1024 * 36_864
+    assert plan(QWEN_3B, "A100-80", context=2048, kv_bytes=room).concurrency == 10
+    assert plan(QWEN_3B, "A100-80", context=2048).concurrency == 64
+    small = plan(None, "cpu", dtype="bfloat16", context=512, kv_bytes=40 * 256 * 23_040)
+    assert small.concurrency == 40
+
+
+def test_it_counts_the_tokens_and_minutes_of_a_step():
+    found = plan(
+        QWEN_3B,
+        "A100-40",
+        context=1000,
+        prompt=600,
+        sampled=300,
+        group_size=4,
+        groups=2,
+        sampled_per_second=100,
+        trained_per_second=200,
+    )
+    assert found.tokens_per_step == {"sampled": 8 * 300, "packed": 2 * 600 + 8 * 400, "rows": 8000}
+    assert found.minutes_per_step == pytest.approx((2400 / 100 + 4400 / 200) / 60)
+    assert plan(QWEN_3B, "A100-40").minutes_per_step is None
+
+
+def test_it_reads_as_text_as_html_and_as_data():
+    found = plan(QWEN_3B, "T4", load_in_4bit=True)
+    assert "base weights" in repr(found) and "advice 1: " in repr(found)
+    assert "<table>" in found._repr_html_() and "KV cache" in found._repr_html_()
+    again = json.loads(json.dumps(found.to_dict()))
+    assert again["total"] == found.total and again["fits"] is False
+    odd = plan(QWEN_3B | {"name_or_path": "<b>x"}, "T4")
+    assert "<b>x" not in odd._repr_html_()
+
+
+# ---- mistakes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"device": "TPU"}, "device must be"),
+        ({"device": -1}, "device must be"),
+        ({"context": 0}, "context must be >= 1"),
+        ({"context": 100_000}, "positions for 32768"),
+        ({"context": 100, "prompt": 80, "sampled": 40}, "do not fit a context of 100"),
+        ({"device": "cpu", "load_in_4bit": True}, "load_in_4bit needs a GPU"),
+        ({"engine": "sglang"}, "engine must be"),
+        ({"dtype": "int8"}, "dtype must be"),
+        ({"lora": LoraConfig(targets=("c_attn",))}, "c_attn is no linear layer; known: q_proj"),
+        ({"lora": LoraConfig(targets=r".*\.q_proj")}, "is no linear layer"),
+    ],
+)
+def test_it_refuses_what_cannot_work(given, message):
+    with pytest.raises(ConfigurationError, match=message):
+        plan(QWEN_3B, **{"device": "T4", **given})
+
+
+def test_it_says_when_a_configuration_cannot_be_had(tmp_path, monkeypatch):
+    with pytest.raises(ConfigurationError, match=r"config\.json"):
+        plan(tmp_path, "T4")
+    with pytest.raises(ConfigurationError, match="'nothing' cannot be planned"):
+        plan({"model_type": "nothing"}, "T4")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigurationError, match="does not give it"):
+        plan("artnb/no-such-model", "T4")
+
+
+# ---- reality ----------------------------------------------------------------------------------------
+
+
+def test_the_bundled_models_configuration_is_right(bundled):
+    assert plan(None, "T4").setting.architecture == plan(bundled, "T4").setting.architecture
+
+
+async def test_every_planned_item_is_what_is_held(tiny_model, one_thread):
+    backend = LocalBackend(tiny_model, LoraConfig(rank=4), dtype="float32", engine_kwargs={"max_running": 16})
+    try:
+        compared = plan_model(backend, context=256, prompt=0, group_size=1, groups=1)
+        for name in ("base weights", "merged weights", "packed weights", "adapter", "KV cache"):
+            planned = compared.plan.setting.bytes_of(name)
+            assert planned == pytest.approx(compared.held[name], rel=0.005), name
+        assert compared.held["optimizer"] == 0  # until the first step
+        assert "planned" in repr(compared) and "<table>" in compared._repr_html_()
+        assert compared.to_dict()["plan"]["fits"] is True
+    finally:
+        await backend.close()
+
+
+def test_it_measures_only_what_is_in_this_kernel():
+    from artnb.backends.fake import FakeBackend
+
+    with pytest.raises(ConfigurationError, match="FakeBackend does not say what it holds"):
+        measure(FakeBackend())
+
+
+def process(folder: Path, **use: Any) -> dict[str, Any]:
+    """What a fresh process came to hold that loaded this model, sampled and trained once."""
+    script = Path(__file__).with_name("plan_process.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, script, str(folder), json.dumps({"rank": 8, **use})],
+        capture_output=True,
+        text=True,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    planned = {item["name"]: item["bytes"] for item in found["plan"]["items"]}
+    for name in ("base weights", "merged weights", "packed weights", "adapter", "optimizer"):
+        assert planned[name] == pytest.approx(found["held"][name], rel=0.02), found["text"]
+    for name in ("gradients", "KV cache"):  # the one is dropped by the update, the other's prompts too
+        assert planned[name] == pytest.approx(found["during"][name], rel=0.02), found["text"]
+    assert found["ratio"] == pytest.approx(1.0, abs=0.15), found["text"]
+    return found
+
+
+def test_the_plan_is_right_for_a_tiny_model(tiny_model):
+    use = {"context": 1024, "prompt": 768, "group_size": 8, "groups": 2, "microbatch_tokens": 4096}
+    process(tiny_model, dtype="float32", **use)
+
+
+def test_the_plan_is_right_for_the_bundled_model(bundled):
+    use = {"context": 224, "prompt": 128, "group_size": 8, "groups": 1, "microbatch_tokens": 1024}
+    process(bundled, dtype="bfloat16", **use)
+
+
+@pytest.mark.slow
+def test_the_plan_is_right_for_the_bundled_model_in_several_micro_batches(bundled):
+    use = {"context": 512, "prompt": 256, "group_size": 4, "groups": 2, "microbatch_tokens": 1024}
+    process(bundled, dtype="bfloat16", **use)
+
+
+@pytest.mark.slow
+def test_the_plan_is_right_for_half_a_billion_parameters(tmp_path, tiny_tokenizer):
+    import torch
+    import transformers
+
+    config = read_config(QWEN_HALF_B)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    del model
+    tiny_tokenizer.save_pretrained(tmp_path)
+    use = {"context": 192, "prompt": 64, "group_size": 4, "groups": 1, "microbatch_tokens": 1024}
+    process(tmp_path, dtype="bfloat16", **use)
+    (tmp_path / "model.safetensors").unlink()  # pytest would keep this gigabyte for three runs
