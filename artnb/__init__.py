@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from artnb.config import LoraConfig, SamplingConfig, TrainConfig
+from artnb.doctor import doctor
 from artnb.environments import Environment, available_environments, load_environment
 from artnb.errors import (
     ArtnbError,
@@ -18,6 +19,7 @@ from artnb.errors import (
     MissingDependency,
     NonFiniteLogits,
     NothingToTrain,
+    OutOfMemory,
     PromptTooLong,
     PublicationError,
     RequestError,
@@ -30,6 +32,7 @@ from artnb.errors import (
 from artnb.evaluate import Evaluation, compare, evaluate, evaluate_baseline
 from artnb.gather import gather, last
 from artnb.parameters import parameters
+from artnb.plan import plan
 from artnb.report import report
 from artnb.rewards import Reward
 from artnb.schedule import schedule
@@ -48,6 +51,7 @@ from artnb.ui import RewardTable
 if TYPE_CHECKING:
     from artnb.backends.fake import FakeBackend
     from artnb.model import Model, run
+    from artnb.sft import sft_step
     from artnb.train import StepResult, train_step
 
 __version__ = "0.1.0"
@@ -68,6 +72,7 @@ __all__ = [
     "Model",
     "NonFiniteLogits",
     "NothingToTrain",
+    "OutOfMemory",
     "PromptTooLong",
     "PublicationError",
     "RequestError",
@@ -88,15 +93,18 @@ __all__ = [
     "Turn",
     "available_environments",
     "compare",
+    "doctor",
     "evaluate",
     "evaluate_baseline",
     "gather",
     "last",
     "load_environment",
     "parameters",
+    "plan",
     "report",
     "run",
     "schedule",
+    "sft_step",
     "train_step",
 ]
 
@@ -106,6 +114,7 @@ _LATER = {
     "Model": "artnb.model",
     "StepResult": "artnb.train",
     "run": "artnb.model",
+    "sft_step": "artnb.sft",
     "train_step": "artnb.train",
 }
 

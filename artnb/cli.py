@@ -3,51 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from artnb.errors import ArtnbError
-from artnb.report import machine, versions
 from artnb.ui.snapshot import reward_of, seconds_text
 from artnb.ui.text import table_text
-
-
-def doctor() -> list[dict[str, Any]]:
-    """Facts about this machine that decide what artnb can do here."""
-    facts: dict[str, Any] = {**versions(), **machine(), **_torch_facts(), "bundled model": _bundled_state()}
-    return [{"what": name, "here": "none" if value is None else str(value)} for name, value in facts.items()]
-
-
-def _torch_facts() -> dict[str, Any]:
-    try:
-        import torch
-    except ModuleNotFoundError:
-        return {"torch": 'not installed; pip install "artnb[cpu]" brings it'}
-    is_native = bool({"amx_bf16", "avx512_bf16", "bf16"} & set(_cpu_flags()))
-    return {
-        "torch threads": torch.get_num_threads(),
-        "bf16 on this CPU": "native" if is_native else "emulated: fp32 is used",
-        "CUDA": torch.version.cuda if torch.cuda.is_available() else "not available",
-    }
-
-
-def _cpu_flags() -> Iterable[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return []
-    found = (line for line in lines if line.lower().startswith(("flags", "features")))
-    return next(found, ":").split(":", 1)[1].split()
-
-
-def _bundled_state() -> str:
-    from artnb.bundled import BUNDLED, cache_root
-
-    cached = sorted(p for p in cache_root().glob(f"{BUNDLED}*") if (p / "config.json").is_file())
-    return f"ready in {cached[-1]}" if cached else "not there yet; the first Model() fetches it"
 
 
 def list_runs(root: Path) -> list[dict[str, Any]]:
@@ -83,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return demo(given[1:])
     parser = argparse.ArgumentParser(prog="artnb", description="Reinforcement learning in one notebook.")
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("doctor", help="versions, processor, GPU and the bundled model")
+    doctor = commands.add_parser("doctor", help="what is in the way on this machine, and what mends it")
+    doctor.add_argument("--json", action="store_true", help="the same as one JSON object")
     runs = commands.add_parser("runs", help="list the runs of a folder")
     runs.add_argument("root", nargs="?", type=Path, default=Path("runs"))
     commands.add_parser("demo", help="run a notebook: artnb demo quickstart -p steps 4")
@@ -95,10 +61,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _doctor(*, as_json: bool) -> int:
+    from artnb.doctor import doctor
+
+    diagnosis = doctor()
+    print(json.dumps(diagnosis.to_dict(), indent=2) if as_json else diagnosis)
+    return int(diagnosis.has_problem)
+
+
 def _answer(options: argparse.Namespace) -> int:
     if options.command == "doctor":
-        print(table_text(doctor()))
-        return 0
+        return _doctor(as_json=options.json)
     found = list_runs(options.root)
     if not found:
         print(f"no runs in {options.root.resolve()}")

@@ -21,13 +21,23 @@ PUBLIC = {
     *("Model", "FakeBackend", "Run", "Environment", "Evaluation", "Reward", "RewardTable", "StepResult"),
     *("SamplingConfig", "LoraConfig", "TrainConfig"),
     # verbs
-    *("gather", "train_step", "evaluate", "evaluate_baseline", "compare", "last", "run", "report"),
-    *("parameters", "schedule"),
+    *(
+        "gather",
+        "train_step",
+        "sft_step",
+        "evaluate",
+        "evaluate_baseline",
+        "compare",
+        "last",
+        "run",
+        "report",
+    ),
+    *("parameters", "schedule", "plan", "doctor"),
     *("load_environment", "available_environments"),
     # errors
     *("ArtnbError", "MissingDependency", "ConfigurationError", "RequestError", "PromptTooLong"),
     *("NonFiniteLogits", "RunInUse", "RunMismatch", "CheckpointError", "StalePolicy", "NothingToTrain"),
-    *("PublicationError", "Stopped", "TooManyFailures", "Interrupted"),
+    *("PublicationError", "OutOfMemory", "Stopped", "TooManyFailures", "Interrupted"),
 }
 
 HEAVY = (
@@ -43,11 +53,14 @@ LAYERS = (
     ("schedule", "draw", "advantage", "batch", "packing"),
     ("logprobs", "loss"),
     ("backends", "bundled", "tool_calls", "rendering"),
+    ("architecture", "memory", "plan", "measure"),
+    ("devices", "compatibility", "doctor", "install"),
     ("chat_request", "chat", "client", "serve"),
     ("interrupts", "attempts", "gather_log", "rewards", "gather", "evaluate"),
     ("model",),
     ("step_metrics", "undo"),
     ("train",),
+    ("sft",),
     ("demo", "cli"),
 )
 

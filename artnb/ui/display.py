@@ -42,6 +42,22 @@ def _in_kernel() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
+def front_end() -> str:
+    """The program that shows this process's output, as far as its environment tells.
+
+    >>> isinstance(front_end(), str)
+    True
+    """
+    signs = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle"}
+    if _in_kernel():
+        signs |= {"VSCODE_PID": "VS Code", "JPY_SESSION_NAME": "JupyterLab or Notebook"}
+        return next(
+            (name for sign, name in signs.items() if sign in os.environ), "papermill, nbclient or other"
+        )
+    place = next((name for sign, name in signs.items() if sign in os.environ), "")
+    return f"a shell on {place}" if place else "a terminal" if sys.stdout.isatty() else "a plain process"
+
+
 _free_places: dict[tuple[int | None, str], Any] = {}
 """Finished views of the present cell: (number of its execution, title) -> handle."""
 
