@@ -4,11 +4,12 @@ One group of completions of a common prompt, as token ids: forward, backward and
 adapter of rank 16 on all linear layers, with and without computing the prompt once. Tokens a second
 count every row in full, so that both ways are measured against the same work.
 
-    python tests/benchmarks/train_step.py [--peer] [--peer-python PYTHON] [--quick] [--json]
+    python tests/benchmarks/train_step.py [--trainer peft|unsloth] [--shapes] [--peer] [--quick] [--json]
 
-``--peer`` adds a second shape, 8 completions of 256 tokens on a 512-token prompt, and runs it also
-with TRL's GRPOTrainer on Unsloth's CPU backend in a child process (``pip install unsloth trl`` in an
-environment of its own). Both update the same adapter; ours also publishes it to the engine.
+``--shapes`` adds 32 completions of 32 tokens on 128, and 16 of ragged lengths up to 256 on 256.
+``--peer`` adds 8 completions of 256 tokens on a 512-token prompt, and runs it also with TRL's
+GRPOTrainer on Unsloth's CPU backend in a child process; ``--peer-python`` names an interpreter that has
+them (``make test`` installs both). Both update the same adapter; ours also publishes it to the engine.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ from common import (
 
 from artnb import LoraConfig, TrainConfig
 from artnb.backends.local import LocalBackend
+from artnb.backends.stack import choose, prepare
 from artnb.batch import loss_denominator
 from artnb.types import Sample
 
@@ -58,26 +60,40 @@ class Shape:
     prompt: int
     completion: int
     group: int
+    ragged: bool = False
+    """Lengths fall evenly from ``completion`` to a quarter of it."""
+
+    @property
+    def lengths(self) -> list[int]:
+        if not self.ragged:
+            return [self.completion] * self.group
+        least = self.completion // 4
+        step = (self.completion - least) / max(1, self.group - 1)
+        return [round(self.completion - step * row) for row in range(self.group)]
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(self.lengths)
 
     @property
     def row_tokens(self) -> int:
-        return self.group * (self.prompt + self.completion)
+        return self.group * self.prompt + self.sampled_tokens
 
     def __str__(self) -> str:
-        return f"{self.group} x ({self.prompt}+{self.completion})"
+        return f"{self.group} x ({self.prompt}+{'<=' if self.ragged else ''}{self.completion})"
 
     def samples(self, vocabulary: int, seed: int) -> list[Sample]:
         """Rows of random tokens with advantages of mean zero."""
         draw = Random(seed)
         prompt = draw.choices(range(5, vocabulary - 5), k=self.prompt)
         return [
-            self._sample(prompt + draw.choices(range(5, vocabulary - 5), k=self.completion), row)
-            for row in range(self.group)
+            self._sample(prompt + draw.choices(range(5, vocabulary - 5), k=length), row)
+            for row, length in enumerate(self.lengths)
         ]
 
     def _sample(self, ids: list[int], row: int) -> Sample:
         def on_sampled(value: Any, otherwise: Any) -> tuple[Any, ...]:
-            return (otherwise,) * self.prompt + (value,) * self.completion
+            return (otherwise,) * self.prompt + (value,) * (len(ids) - self.prompt)
 
         advantage = row - (self.group - 1) / 2
         return Sample(
@@ -94,8 +110,8 @@ class Shape:
 class Bench:
     """A backend, and the step that is timed."""
 
-    def __init__(self, folder: str) -> None:
-        self.backend = LocalBackend(folder, LORA)
+    def __init__(self, folder: str, trainer: str) -> None:
+        self.backend = LocalBackend(folder, LORA, trainer=trainer)
         self.vocabulary = len(self.backend.tokenizer)
         self.sizes: dict[str, float] = {}
 
@@ -131,7 +147,7 @@ async def compare(bench: Bench, shape: Shape, repeats: int, limit: float) -> lis
     decoder, head = products(bench.backend)
     rows = []
     for share in configs:
-        time_taken, sampled = median(seconds[share]), shape.group * shape.completion
+        time_taken, sampled = median(seconds[share]), shape.sampled_tokens
         # forward and the gradient of the inputs: two products each; weights of the base get none
         operations = 4 * (decoder * packed[share] + head * sampled)
         used = memory[share]
@@ -167,7 +183,7 @@ async def train_everywhere(options: argparse.Namespace, folder: str) -> dict[str
     quick = options.quick
     shape = Shape(64, 16, 4) if quick else Shape(512, 128, 8)
     peer_shape = Shape(64, 32, 4) if quick else Shape(512, 256, 8)
-    bench = Bench(folder)
+    bench = Bench(folder, options.trainer)
     try:
         measure_limit = partial(matmul_limit, bench.backend.dtype, size=512 if quick else 2048)
         limit = await on_compute_thread(bench.backend, measure_limit)
@@ -177,19 +193,28 @@ async def train_everywhere(options: argparse.Namespace, folder: str) -> dict[str
             "benchmark": "train_step",
             "model": folder if options.model else "bundled",
             "dtype": about["dtype"],
+            "trainer": about["trainer"],
             "lora_rank": LORA.rank,
             "matmul_tflops": limit / 1e12,
             "repeats": options.repeats,
             "rows": rows,
             "prefix_sharing_gain": rows[1]["seconds"] / rows[0]["seconds"],
         }
+        if options.shapes:
+            for more in (Shape(128, 32, 32), Shape(256, 256, 16, ragged=True)):
+                rows += await compare(bench, more, options.repeats, limit)
         if options.peer:
             rows += await compare(bench, peer_shape, options.repeats, limit)
             ours = await whole_step(bench, peer_shape, options.repeats)
     finally:
         await bench.backend.close()
     if options.peer:
-        figures["peer"] = _beside_peer(options, folder, peer_shape, about["dtype"], ours)
+        peer = figures["peer"] = _beside_peer(options, folder, peer_shape, about["dtype"], ours)
+        figures["speedup_vs_trl_unsloth"] = peer["speed_over_peer"]
+        used = next(r for r in rows if r["shape"] == str(peer_shape) and r["share_prefixes"])[
+            "peak_memory_gib"
+        ]
+        figures["memory_ratio_vs_trl_unsloth"] = None if used is None else used / peer["peer_peak_memory_gib"]
     return figures
 
 
@@ -234,8 +259,8 @@ COLUMNS = (
 
 def describe(figures: dict[str, Any]) -> str:
     lines = [
-        f"{figures['model']}, {figures['dtype']}, LoRA rank {figures['lora_rank']}; "
-        f"matrix products reach {figures['matmul_tflops']:.2f} TFLOP/s",
+        f"{figures['model']}, {figures['dtype']}, trainer {figures['trainer']}, "
+        f"LoRA rank {figures['lora_rank']}; matrix products reach {figures['matmul_tflops']:.2f} TFLOP/s",
         table(figures["rows"], COLUMNS),
         f"sharing the prompt: {figures['prefix_sharing_gain']:.2f} times as fast",
     ]
@@ -250,12 +275,15 @@ def describe(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--trainer", default="peft", choices=("peft", "unsloth"))
+    parser.add_argument("--shapes", action="store_true", help="also many short rows, and ragged ones")
     parser.add_argument("--peer", action="store_true", help="compare with TRL on Unsloth's CPU backend")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has them")
     options = parser.parse_args()
     options.repeats = options.repeats or (1 if options.quick else 3)
     machine = Machine()
     with quiet_output():
+        prepare(choose(trainer=options.trainer))  # Unsloth has to come before transformers
         folder = model_folder(options)
         figures = asyncio.run(train_everywhere(options, folder))
     report(machine, figures, describe(figures), only_json=options.json)
