@@ -69,6 +69,11 @@ class LoraConfig:
             object.__setattr__(self, "targets", tuple(self.targets))
 
     @property
+    def peft_targets(self) -> str | list[str]:
+        """The targets as peft and JSON want them."""
+        return self.targets if isinstance(self.targets, str) else list(self.targets)
+
+    @property
     def scale(self) -> float:
         return self.alpha / self.rank
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from artnb.errors import ConfigurationError
+from artnb.memory import read_if_there
+from artnb.ui.display import host
 
 _SMI = "nvidia-smi"
 _GPU_FIELDS = "index,uuid,name,memory.total,memory.free,driver_version,compute_cap"
@@ -108,10 +110,10 @@ def _lines(text: str, fields: str) -> list[list[str]]:
 def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Processor cores that this process may use: its affinity, within the quota of its container."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota, period = (_read(cgroup / "cpu.max") or "max 100000").split()
+    quota, period = (read_if_there(cgroup / "cpu.max") or "max 100000").split()
     if quota == "max":
-        quota = _read(cgroup / "cpu" / "cpu.cfs_quota_us") or "max"
-        period = _read(cgroup / "cpu" / "cpu.cfs_period_us") or period
+        quota = read_if_there(cgroup / "cpu" / "cpu.cfs_quota_us") or "max"
+        period = read_if_there(cgroup / "cpu" / "cpu.cfs_period_us") or period
     limited = quota.isdigit() and int(quota) > 0  # -1 is no limit
     return max(1, min(allowed, math.ceil(int(quota) / int(period)))) if limited else allowed
 
@@ -122,13 +124,9 @@ def memory_total(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
     if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for path in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):
-        if (limit := _read(path)).isdigit():
+        if (limit := read_if_there(path)).isdigit():
             found.append(int(limit))
     return min(found, default=None)
-
-
-def _read(path: Path) -> str:
-    return path.read_text().strip() if path.is_file() else ""
 
 
 _QWEN_7B = {
@@ -190,7 +188,7 @@ def choose_base(
     if found := _attached(attached, name):
         return BaseChoice(str(found), in_4bit, f"{why}; attached to this notebook")
     if is_online is None:
-        is_online = hub_answers if "KAGGLE_KERNEL_RUN_TYPE" in os.environ else lambda: True
+        is_online = hub_answers if host() == "Kaggle" else lambda: True
     if not is_online():
         raise ConfigurationError(
             f"this notebook has no internet, so {name} cannot be fetched. Turn it on (Kaggle: Settings > "
@@ -202,7 +200,7 @@ def choose_base(
 
 def _by_disk(name: str, billions: float, in_4bit: bool, why: str, disk_free: int | None) -> BaseChoice:
     """Weights in 16 bits where they have room on the disk, else the ones stored in 4 bits."""
-    room = _free_where_models_go() if disk_free is None else disk_free
+    room = free_at(hub_cache()) if disk_free is None else disk_free
     needed = round(billions * 2 * _GB * 1.1)
     if room >= needed:
         return BaseChoice(f"Qwen/{name}", in_4bit, why)
@@ -263,11 +261,10 @@ def _attached(folder: Path, name: str) -> Path | None:
     return next((f for f in folders if all(p in plain(str(f.relative_to(folder))) for p in parts)), None)
 
 
-def _free_where_models_go() -> int:
-    folder = hub_cache()
-    while not folder.exists():
-        folder = folder.parent
-    return shutil.disk_usage(folder).free
+def free_at(path: Path) -> int:
+    """Free bytes where a path lies, or will lie once it is made."""
+    existing = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    return shutil.disk_usage(existing).free
 
 
 def hub_cache() -> Path:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from artnb.compatibility import Facts, Finding
 from artnb.devices import Gpu, GpuProcess
 from artnb.memory import cpu_bytes
 from artnb.report import machine
-from artnb.ui.display import front_end
+from artnb.ui.display import front_end, host
 from artnb.ui.html import facts_html, table_html
 from artnb.ui.text import table_text
 
@@ -162,7 +161,7 @@ def _keys(environment: Mapping[str, str]) -> dict[str, str]:
         found.append("Hugging Face token file")
     if Path("~/.netrc").expanduser().is_file():
         found.append("~/.netrc (not read)")
-    unread = "not opened" if {"COLAB_RELEASE_TAG", "KAGGLE_KERNEL_RUN_TYPE"} & set(environment) else ""
+    unread = "not opened" if host(environment) else ""
     return {"set": ", ".join(found) or "none"} | ({"secrets of Colab or Kaggle": unread} if unread else {})
 
 
@@ -172,9 +171,8 @@ def free_space() -> dict[str, int]:
     places["/dev/shm"] = Path("/dev/shm")
     free = {}
     for name, path in places.items():
-        existing = next((p for p in (path, *path.parents) if p.exists()), None)
-        if existing is not None and (name != "/dev/shm" or path.exists()):
-            free[name] = shutil.disk_usage(existing).free
+        if name != "/dev/shm" or path.exists():
+            free[name] = devices.free_at(path)
     return free
 
 
@@ -205,7 +203,7 @@ def tight_places(disks: Mapping[str, int], memory: int) -> Iterator[Finding]:
 
 def kaggle_without_internet() -> Iterator[Finding]:
     """On Kaggle, and only there, try to reach the hub: notebooks start without internet."""
-    if "KAGGLE_KERNEL_RUN_TYPE" in os.environ and not devices.hub_answers():
+    if host() == "Kaggle" and not devices.hub_answers():
         yield Finding(
             "warning",
             "this notebook has no internet: no package and no model can be fetched",

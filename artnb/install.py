@@ -8,7 +8,6 @@ these are few and known. Its files say which, and the tests work them out from t
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,9 @@ from pathlib import Path
 from artnb.compatibility import loaded, stale
 from artnb.devices import Gpu, gpus
 from artnb.errors import ArtnbError
+from artnb.ui.display import host
 
 _FOLDER = Path(__file__).parent / "constraints"
-_SIGNS = {"COLAB_RELEASE_TAG": "colab", "KAGGLE_KERNEL_RUN_TYPE": "kaggle"}
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,8 @@ def install(*, vllm: bool = True, dry_run: bool = False) -> Installation:
 
 def where() -> str | None:
     """The image that this process runs in: ``colab``, ``kaggle``, or None for any other machine."""
-    return next((image for sign, image in _SIGNS.items() if sign in os.environ), None)
+    found = host()
+    return found and found.lower()
 
 
 def constraints(image: str | None, cards: Sequence[Gpu]) -> Path | None:

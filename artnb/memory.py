@@ -322,32 +322,35 @@ def machine() -> tuple[str, int]:
 def cpu_bytes() -> int:
     """Main memory that is free or this process's own, within the limit of its container."""
     own = process_bytes()[0] or 0
-    sources = {line.split(":")[0]: line.split()[1] for line in _read("/proc/meminfo").splitlines()}
+    sources = {line.split(":")[0]: line.split()[1] for line in read_if_there("/proc/meminfo").splitlines()}
     if "MemAvailable" in sources:
         free = int(sources["MemAvailable"]) * 1024 + own
     elif "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     else:
         raise ConfigurationError("this system does not say how much memory it has; pass device=bytes")
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    limit = read_if_there("/sys/fs/cgroup/memory.max")
     if limit.isdigit():
-        used = int(_read("/sys/fs/cgroup/memory.current").strip() or 0)
+        used = int(read_if_there("/sys/fs/cgroup/memory.current") or 0)
         free = min(free, int(limit) - used + own)
     return free
 
 
 def process_bytes() -> tuple[int | None, int | None]:
     """Resident memory of this process, now and at its highest; None where the system does not say."""
-    status = dict(line.split(":", 1) for line in _read("/proc/self/status").splitlines() if ":" in line)
+    status = dict(
+        line.split(":", 1) for line in read_if_there("/proc/self/status").splitlines() if ":" in line
+    )
     if "VmRSS" not in status:
         return None, None
     now, most = (int(status[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
     return now, max(now, most)
 
 
-def _read(path: str) -> str:
+def read_if_there(path: str | Path) -> str:
+    """A small file of the system's without the blanks around it; empty where there is none."""
     file = Path(path)
-    return file.read_text() if file.is_file() else ""
+    return file.read_text().strip() if file.is_file() else ""
 
 
 def size_text(size: float) -> str:

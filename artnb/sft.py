@@ -77,10 +77,7 @@ def _spans(model: Any, example: Example, where: str) -> list[Span]:
         spans = _rendered_spans(model, example, where)
     if not any(completion for _, completion in spans):
         raise ConfigurationError(f"{where} has no assistant turn to learn")
-    longest, limit = (
-        max(len(prompt) + len(completion) for prompt, completion in spans),
-        model.backend.max_context,
-    )
+    longest, limit = max(len(prompt + completion) for prompt, completion in spans), model.backend.max_context
     if longest > limit:
         raise ConfigurationError(
             f"{where} has {longest} tokens, the model's context holds {limit}. Shorten it or leave it out."

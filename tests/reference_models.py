@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
@@ -79,14 +80,11 @@ class Stepper(Executor):
         raise AssertionError(f"the engine still works after {limit} steps")
 
 
-class Engine(TorchEngine):
-    """An engine that takes steps by hand, serving the policies it is given."""
+class ByHand:
+    """Beside an engine's class: requests whose steps are taken by hand, on ``stepper``."""
 
-    def __init__(
-        self, model: Any, tokenizer: Any, policies: Mapping[str, tuple[Weights, int]], **options: Any
-    ):
-        self.stepper = Stepper()
-        super().__init__(model, tokenizer, policies.__getitem__, self.stepper, **options)
+    stepper: Stepper
+    submit: Callable[..., Future[SampleResult]]
 
     def ask(
         self, prompt: tuple[int, ...], *, policy: str = "current", **options: Any
@@ -97,6 +95,22 @@ class Engine(TorchEngine):
         futures = [self.submit(each) for each in requests]
         self.stepper.run()
         return [future.result(timeout=0) for future in futures]
+
+
+class Engine(ByHand, TorchEngine):
+    """An engine that takes steps by hand, serving the policies it is given."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, policies: Mapping[str, tuple[Weights, int]], **options: Any
+    ):
+        self.stepper = Stepper()
+        super().__init__(model, tokenizer, policies.__getitem__, self.stepper, **options)
+
+
+def prompts(count: int, longest: int = 60, seed: int = 0) -> list[tuple[int, ...]]:
+    """Distinct random prompts."""
+    source = random.Random(seed)
+    return [tuple(source.choices(range(3, 259), k=source.randint(1, longest))) for _ in range(count)]
 
 
 def request(

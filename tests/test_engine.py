@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from reference_models import Engine, error_of, linear_weights, load, logprobs_of, request
+from reference_models import Engine, error_of, linear_weights, load, logprobs_of, prompts, request
 
 from artnb.backends.base import SampleRequest
 from artnb.backends.engine_torch import TorchEngine
@@ -61,12 +61,6 @@ def make(tiny_model: Path, tiny_tokenizer: Any, plain: Any, other: Any) -> Calla
         return made
 
     return engine
-
-
-def prompts(count: int, longest: int = 60, seed: int = 0) -> list[tuple[int, ...]]:
-    """Distinct random prompts."""
-    source = random.Random(seed)
-    return [tuple(source.choices(range(3, 259), k=source.randint(1, longest))) for _ in range(count)]
 
 
 # ---- the same distribution as transformers' ------------------------------------------------------

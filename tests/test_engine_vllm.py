@@ -7,13 +7,12 @@ import os
 import random
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from reference_models import Stepper, error_of, linear_weights, load, logprobs_of, request
+from reference_models import ByHand, Stepper, error_of, linear_weights, load, logprobs_of, prompts, request
 
 from artnb.backends.base import SampleRequest, SampleResult
 from artnb.backends.engine_vllm import VllmEngine
@@ -29,22 +28,12 @@ Policies = dict[str, tuple[Any, int]]
 Make = Callable[..., "Engine"]
 
 
-class Engine(VllmEngine):
+class Engine(ByHand, VllmEngine):
     """An engine that takes steps by hand, serving the policies it is given."""
 
     def __init__(self, folder: Path, tokenizer: Any, policies: Policies, **options: Any) -> None:
         self.stepper, self.policies = Stepper(), policies
         super().__init__(folder, tokenizer, policies.__getitem__, self.stepper, **options)
-
-    def ask(
-        self, prompt: tuple[int, ...], *, policy: str = "current", **options: Any
-    ) -> Future[SampleResult]:
-        return self.submit(request(prompt, **options), policy=policy)
-
-    def answers(self, *requests: SampleRequest) -> list[SampleResult]:
-        futures = [self.submit(each) for each in requests]
-        self.stepper.run()
-        return [future.result(timeout=0) for future in futures]
 
     def answer(self, prompt: tuple[int, ...], **options: Any) -> SampleResult:
         return self.answers(request(prompt, **options))[0]
@@ -149,11 +138,6 @@ def as_new(request: pytest.FixtureRequest) -> None:
         made.load(made.policies["current"][0], "current", 0)
         made.random.seed(0)
         made.counters.update(dict.fromkeys(made.counters, 0))
-
-
-def prompts(count: int, longest: int = 60, seed: int = 0) -> list[tuple[int, ...]]:
-    source = random.Random(seed)
-    return [tuple(source.choices(range(3, 259), k=source.randint(1, longest))) for _ in range(count)]
 
 
 # ---- the same distribution as transformers' ------------------------------------------------------

@@ -12,18 +12,40 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Executor, Future
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
-from artnb.errors import RequestError
+from artnb.backends.base import SampleRequest
+from artnb.errors import PromptTooLong, RequestError
 
 log = logging.getLogger(__name__)
 
 
-class EngineLoop(ABC):
-    """The part of an engine that is about threads. compute: an executor with one thread."""
+class Queued(Protocol):
+    """A request that waits, as the loop sees it."""
 
-    def __init__(self, compute: Executor) -> None:
+    request: SampleRequest
+    future: Future[Any]
+    policy: str
+
+
+Request = TypeVar("Request", bound=Queued)
+
+
+class EngineLoop(ABC, Generic[Request]):
+    """The part of an engine that is about threads, and about whose turn it is.
+
+    compute: an executor with one thread. provider: returns what ``load`` takes for a policy, and the
+    policy's version; called when requests ask for another policy than the one served.
+    """
+
+    max_context: int
+    """Longest prompt plus completion, in tokens."""
+
+    def __init__(self, compute: Executor, provider: Callable[[str], tuple[Any, int]]) -> None:
         self._compute = compute
+        self.provider = provider
+        self.served, self.version = "current", 0
+        self._waiting: deque[Request] = deque()
         self._inbox: deque[Callable[[], None]] = deque()
         self._commands: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._lock = threading.Lock()
@@ -31,6 +53,10 @@ class EngineLoop(ABC):
         self._closed = False
 
     # ---- what an engine adds, on the compute thread -----------------------------------------
+
+    @abstractmethod
+    def load(self, weights: Any, policy: str, version: int) -> bool:
+        """Serve a policy; True when that changed what is served."""
 
     @abstractmethod
     def _step(self) -> None:
@@ -75,7 +101,46 @@ class EngineLoop(ABC):
                 self._scheduled = True
                 self._compute.submit(self._work)
 
+    def _check(self, request: SampleRequest) -> None:
+        """Refuse what no engine can answer. Raises RequestError, PromptTooLong."""
+        prompt, asked = len(request.prompt_ids), request.sampling.max_tokens
+        if prompt == 0:
+            raise RequestError("the prompt is empty: there is nothing to continue")
+        if prompt + asked > self.max_context:
+            raise PromptTooLong(
+                f"the prompt has {prompt} tokens and {asked} more are asked for, "
+                f"but this engine's context holds {self.max_context}"
+            )
+
     # ---- on the compute thread --------------------------------------------------------------
+
+    def _may_admit(self, *, is_idle: bool) -> bool:
+        """Forget who was cancelled; an idle engine for whose policy nobody waits turns to the first one's.
+
+        False when nobody waits, or when that policy cannot be served: then its requests have failed.
+        """
+        self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
+        if not self._waiting:
+            return False
+        if is_idle and all(r.policy != self.served for r in self._waiting):
+            policy = self._waiting[0].policy
+            try:
+                weights, version = self.provider(policy)
+                self.load(weights, policy, version)
+            except Exception as error:
+                for refused in [r for r in self._waiting if r.policy == policy]:
+                    self._waiting.remove(refused)
+                    fail(refused.future, RequestError(f"policy {policy!r} cannot be served: {error}"), error)
+                return False
+        return True
+
+    def _served_waiting(self) -> list[Request]:
+        """Who waits for the policy served, in order."""
+        return [r for r in self._waiting if r.policy == self.served]
+
+    def _leave_queue(self, chosen: Iterable[Request]) -> None:
+        taken = {id(r) for r in chosen}
+        self._waiting = deque(r for r in self._waiting if id(r) not in taken)
 
     def _work(self) -> None:
         """One step; then to the end of the compute thread's queue, so that others get their turn."""

@@ -25,7 +25,7 @@ from artnb.backends.decoder import Weights, make_decoder
 from artnb.backends.engine_loop import EngineLoop, fail
 from artnb.backends.kv_cache import BatchPlan, Block, BlockPlan, KVCache, Slot
 from artnb.backends.prefixes import shared_prefixes
-from artnb.errors import ConfigurationError, NonFiniteLogits, PromptTooLong, RequestError
+from artnb.errors import ConfigurationError, NonFiniteLogits, RequestError
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class _Running:
     started: float = 0.0
 
 
-class TorchEngine(EngineLoop):
+class TorchEngine(EngineLoop[_Running]):
     """Samples from one set of merged weights at a time.
 
     model: a causal language model loaded with ``attn_implementation="artnb"``. Its parameters are
@@ -66,7 +66,7 @@ class TorchEngine(EngineLoop):
         kv_bytes: int = 3 << 30,
         seed: int = 0,
     ) -> None:
-        super().__init__(compute)
+        super().__init__(compute, provider)
         sizes = {"max_running": max_running, "prefill_tokens": prefill_tokens, "kv_bytes": kv_bytes}
         for name, size in sizes.items():
             if size < 1:
@@ -86,12 +86,9 @@ class TorchEngine(EngineLoop):
         )
         self.max_context = min(self.max_context, self.cache.max_tokens)
         self.tokenizer = tokenizer
-        self.provider = provider
         self.prefill_tokens = prefill_tokens
-        self.served, self.version = "current", 0
         self.random = random.Random(seed)
         self.counters = {"prompt_tokens": 0, "computed_prompt_tokens": 0, "sampled_tokens": 0, "steps": 0}
-        self._waiting: deque[_Running] = deque()
         self._running: list[_Running] = []
         self._recent: deque[tuple[int, ...]] = deque(maxlen=64)
 
@@ -99,15 +96,8 @@ class TorchEngine(EngineLoop):
 
     def submit(self, request: SampleRequest, *, policy: str = "current") -> Future[SampleResult]:
         """Queue a request. Cancelling the future frees its slot before the next decode step."""
+        self._check(request)
         future: Future[SampleResult] = Future()
-        prompt = len(request.prompt_ids)
-        if prompt == 0:
-            raise RequestError("the prompt is empty: there is nothing to continue")
-        if prompt + request.sampling.max_tokens > self.max_context:
-            raise PromptTooLong(
-                f"the prompt has {prompt} tokens and {request.sampling.max_tokens} more are asked for, "
-                f"but this engine's context holds {self.max_context}"
-            )
         if request.structured is not None:
             raise RequestError("the torch engine cannot force a form on a completion; the vLLM engine can")
         seed = request.sampling.seed
@@ -213,26 +203,13 @@ class TorchEngine(EngineLoop):
     # ---- admission --------------------------------------------------------------------------
 
     def _admit(self, *, only_paused: bool) -> None:
-        self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
-        if not self._waiting:
+        if not self._may_admit(is_idle=not self._running):
             return
-        if not self._running and all(r.policy != self.served for r in self._waiting):
-            policy = self._waiting[0].policy
-            try:
-                weights, version = self.provider(policy)
-                self.load(weights, policy, version)
-            except Exception as error:
-                for running in [r for r in self._waiting if r.policy == policy]:
-                    self._waiting.remove(running)
-                    fail(running.future, RequestError(f"policy {policy!r} cannot be served: {error}"), error)
-                return
         free = len(self.cache.slots) - len(self._running)
-        served = [r for r in self._waiting if r.policy == self.served]
-        candidates = [r for r in served if r.ids or not only_paused][:free]
+        candidates = [r for r in self._served_waiting() if r.ids or not only_paused][:free]
         if not candidates:
             return
-        taken = {id(r) for r in candidates}
-        self._waiting = deque(r for r in self._waiting if id(r) not in taken)
+        self._leave_queue(candidates)
         self._running += candidates
         idle = self.cache.idle_by_sequence()
         lengths = sorted({len(tokens) for tokens in idle}, reverse=True)

@@ -14,7 +14,6 @@ import os
 import random
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
@@ -44,7 +43,7 @@ class _Running:
     started: float = 0.0
 
 
-class VllmEngine(EngineLoop):
+class VllmEngine(EngineLoop[_Running]):
     """Samples from one policy at a time, as TorchEngine does.
 
     model_folder: what vLLM loads, a folder or a Hugging Face id. provider: returns a policy's linear
@@ -74,7 +73,7 @@ class VllmEngine(EngineLoop):
         llm: Any = None,
         **engine_kwargs: Any,
     ) -> None:
-        super().__init__(compute)
+        super().__init__(compute, provider)
         for name, size in {"max_running": max_running, "kv_bytes": kv_bytes}.items():
             if size < 1:
                 raise ConfigurationError(f"{name} must be >= 1, got {size}")
@@ -106,8 +105,6 @@ class VllmEngine(EngineLoop):
         self.max_context, self._logprobs_mode = int(config.max_model_len), config.logprobs_mode
         self.max_running = min(max_running, self.llm.vllm_config.scheduler_config.max_num_seqs)
         self.tokenizer = tokenizer
-        self.provider = provider
-        self.served, self.version = "current", 0
         self.random = random.Random(seed)
         self.counters = {"prompt_tokens": 0, "computed_prompt_tokens": 0, "sampled_tokens": 0, "steps": 0}
         self._weights = VllmWeights(self._runner.get_model(), config.dtype, BaseWeights(str(model_folder)))
@@ -121,7 +118,6 @@ class VllmEngine(EngineLoop):
         """Checksums of its tensors."""
         self._number = 0
         self._asleep = False
-        self._waiting: deque[_Running] = deque()
         self._running: dict[str, _Running] = {}
         """Requests that vLLM has, by the id it knows them under."""
 
@@ -140,14 +136,8 @@ class VllmEngine(EngineLoop):
         return future
 
     def _check(self, request: SampleRequest) -> None:
-        prompt, sampling = len(request.prompt_ids), request.sampling
-        if prompt == 0:
-            raise RequestError("the prompt is empty: there is nothing to continue")
-        if prompt + sampling.max_tokens > self.max_context:
-            raise PromptTooLong(
-                f"the prompt has {prompt} tokens and {sampling.max_tokens} more are asked for, "
-                f"but this engine's context holds {self.max_context}"
-            )
+        super()._check(request)
+        sampling = request.sampling
         if 0 < sampling.temperature < 0.01:
             raise RequestError("vLLM samples at temperature 0 or at 0.01 and more")
         mode = self._logprobs_mode
@@ -296,26 +286,13 @@ class VllmEngine(EngineLoop):
             self._advance()
 
     def _admit(self) -> None:
-        self._waiting = deque(r for r in self._waiting if not r.future.cancelled())
-        if not self._waiting:
+        if not self._may_admit(is_idle=not self._running):
             return
-        self.wake()
-        if not self._running and all(r.policy != self.served for r in self._waiting):
-            policy = self._waiting[0].policy
-            try:
-                weights, version = self.provider(policy)
-                self.load(weights, policy, version)
-            except Exception as error:
-                for running in [r for r in self._waiting if r.policy == policy]:
-                    self._waiting.remove(running)
-                    fail(running.future, RequestError(f"policy {policy!r} cannot be served: {error}"), error)
-                return
-        free = self.max_running - len(self._running)
-        chosen = [r for r in self._waiting if r.policy == self.served][:free]
+        chosen = self._served_waiting()[: self.max_running - len(self._running)]
         if not chosen:
             return
-        taken = {id(r) for r in chosen}
-        self._waiting = deque(r for r in self._waiting if id(r) not in taken)
+        self.wake()
+        self._leave_queue(chosen)
         for running in chosen:
             self._start(running)
 

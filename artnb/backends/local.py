@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 import torch
 
 from artnb.backends import stack as stacks
-from artnb.backends.adapter_files import read_adapter, read_json
+from artnb.backends.adapter_files import read_json
 from artnb.backends.base import Publication, SampleRequest, SampleResult
 from artnb.backends.decoder import Weights
 from artnb.backends.quiet import import_tqdm
-from artnb.backends.trainer import Trainer
+from artnb.backends.trainer import Factors, Trainer
 from artnb.backends.vllm_weights import Adapter
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import CheckpointError, ConfigurationError, PublicationError, RequestError, require
@@ -38,8 +38,6 @@ from artnb.types import Sample
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""An adapter's A (rank, in) and B (out, rank) by layer."""
 
 _PROBE = (
     "The quick brown fox jumps over the lazy dog. 3 + 4 = 7. <call>apple</call> "
@@ -114,7 +112,7 @@ class LocalBackend:
         )
         self._trainer: Trainer | None = stacks.make_trainer(self.stack, model, self.lora, trainer_kwargs)
         self.max_context = self.engine.max_context
-        self._published = self._factors()
+        self._published = self.trainer.factors()
         probe = self.tokenizer(_PROBE, add_special_tokens=False).input_ids
         self._probe: list[int] = list(probe)[:64]
         trainable = sum(p.numel() for p in self.trainer.parameters.values())
@@ -152,12 +150,8 @@ class LocalBackend:
             # not the trainer's own: an update may be under way that is not published yet
             return self._effective(self._published), self._version
         folder = self._checkpoint_folder(name)
-        saved = read_adapter(folder, self.trainer.parameters)
-        factors = {
-            x.name: (saved[f"{x.name}.lora_A.weight"], saved[f"{x.name}.lora_B.weight"])
-            for x in self.trainer.layers
-        }
-        return self._effective(factors), int(read_json(folder / "backend.json")["policy_version"])
+        weights = self._effective(self.trainer.factors_of(folder))
+        return weights, int(read_json(folder / "backend.json")["policy_version"])
 
     def _base(self) -> Weights | Adapter:
         if self._serves_adapters:
@@ -167,7 +161,7 @@ class LocalBackend:
     def _effective(self, factors: Factors) -> Weights | Adapter:
         """These factors as the engine takes them: an adapter, or merged into the base weights."""
         if not self._serves_adapters:
-            return {x.name: x.merged_with(*factors[x.name]) for x in self.trainer.layers}
+            return self.trainer.weights_from(factors)
         tensors: dict[str, torch.Tensor] = {}
         for name, (a, b) in factors.items():
             tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
@@ -176,9 +170,6 @@ class LocalBackend:
     @property
     def _serves_adapters(self) -> bool:
         return getattr(self.engine, "publish", "merged") == "lora"
-
-    def _factors(self) -> Factors:
-        return {x.name: (x.a.detach().clone(), x.b.detach().clone()) for x in self.trainer.layers}
 
     # ---- training -----------------------------------------------------------------------------
 
@@ -209,7 +200,7 @@ class LocalBackend:
     async def restore(self, snapshot: Any) -> None:
         trained, version = snapshot
         await self._in_compute(partial(self.trainer.restore, trained))
-        self._version, self._published = version, self._factors()
+        self._version, self._published = version, self.trainer.factors()
         await self._engine_call(partial(self._serve_trained, version))
 
     async def publish_weights(self, policy_version: int) -> Publication:
@@ -228,7 +219,7 @@ class LocalBackend:
                 f"{gap.mean():.3f} in mean logprob on the probe (tolerance {tolerance})"
             )
         self._version = policy_version
-        self._published = self._factors()
+        self._published = self.trainer.factors()
         return Publication(
             policy_version=policy_version,
             seconds=time.perf_counter() - started,
@@ -241,7 +232,11 @@ class LocalBackend:
 
     def _serve_trained(self, version: int) -> bool:
         """Load the trainer's policy into the engine and compare what it then holds, bit by bit."""
-        trained = self._effective(self._factors()) if self._serves_adapters else self.trainer.merged_weights()
+        trained = (
+            self._effective(self.trainer.factors())
+            if self._serves_adapters
+            else self.trainer.merged_weights()
+        )
         changed = self.engine.load(trained, "current", version)
         if wrong := self.engine.holds(trained):
             self.engine.served = ""
@@ -283,7 +278,6 @@ class LocalBackend:
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         template = self.tokenizer.chat_template or ""
         digest = hashlib.sha256(repr((vocabulary, template)).encode()).hexdigest()[:16]
-        targets = self.lora.targets
         return {
             "identity": {
                 "base_model": self.base_model,
@@ -291,7 +285,7 @@ class LocalBackend:
                 "adapter": {
                     "rank": self.lora.rank,
                     "alpha": self.lora.alpha,
-                    "targets": targets if isinstance(targets, str) else list(targets),
+                    "targets": self.lora.peft_targets,
                 },
             },
             "dtype": str(self.dtype).removeprefix("torch."),

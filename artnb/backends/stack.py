@@ -16,7 +16,7 @@ import torch
 
 from artnb.backends.trainer import Trainer
 from artnb.config import LoraConfig
-from artnb.errors import ConfigurationError, require
+from artnb.errors import ConfigurationError
 
 EngineName = Literal["torch", "vllm"]
 TrainerName = Literal["peft", "unsloth"]
@@ -131,7 +131,6 @@ def make_engine(
         arguments: tuple[Any, ...] = (model, tokenizer, provider, compute)
         own: dict[str, Any] = {}
     else:
-        require("vllm", extra="gpu", why='for engine="vllm"')
         from artnb.backends.engine_vllm import VllmEngine
 
         make, arguments = VllmEngine, (base, tokenizer, provider, compute)

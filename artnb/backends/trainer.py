@@ -29,6 +29,8 @@ from artnb.packing import PackedBatch, pack
 from artnb.types import Sample
 
 Statistics = dict[str, torch.Tensor]
+Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
+"""An adapter's A (rank, in) and B (out, rank) by layer."""
 OptimizerName = Literal["adamw", "adamw_8bit"]
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw_8bit": ("state1", "state2")}
@@ -297,15 +299,25 @@ class Trainer:
     def base_weights(self) -> dict[str, torch.Tensor]:
         return {layer.name: layer.base for layer in self.layers}
 
-    def weights_of(self, folder: Path) -> dict[str, torch.Tensor]:
-        """The effective weights of a saved adapter, without loading it into the trainer."""
+    def factors(self) -> Factors:
+        """A copy of the adapter as it is."""
+        return {layer.name: (layer.a.detach().clone(), layer.b.detach().clone()) for layer in self.layers}
+
+    def factors_of(self, folder: Path) -> Factors:
+        """A saved adapter, without loading it into the trainer."""
         state = {n: t.to(self.device) for n, t in read_adapter(folder, self.parameters).items()}
         return {
-            layer.name: layer.merged_with(
-                state[f"{layer.name}.lora_A.weight"], state[f"{layer.name}.lora_B.weight"]
-            )
+            layer.name: (state[f"{layer.name}.lora_A.weight"], state[f"{layer.name}.lora_B.weight"])
             for layer in self.layers
         }
+
+    def weights_from(self, factors: Factors) -> dict[str, torch.Tensor]:
+        """The effective weights of another adapter of the same shape."""
+        return {layer.name: layer.merged_with(*factors[layer.name]) for layer in self.layers}
+
+    def weights_of(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The effective weights of a saved adapter, without loading it into the trainer."""
+        return self.weights_from(self.factors_of(folder))
 
     # ---- saving -------------------------------------------------------------------------------
 

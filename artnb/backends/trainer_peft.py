@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
-from artnb.backends.adapter_files import read_json
 from artnb.backends.lora import merged_layers
 from artnb.backends.trainer import OptimizerName, Trainer, recompute_activations
 from artnb.config import LoraConfig
 from artnb.errors import ConfigurationError
-
-__all__ = ["PeftTrainer", "read_json"]
 
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
@@ -34,10 +31,8 @@ class PeftTrainer(Trainer):
     ) -> None:
         import peft
 
-        targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-        if (
-            targets == "all-linear"
-        ):  # peft's would adapt the experts of a mixture too, which are not linear layers
+        targets = lora.peft_targets
+        if targets == "all-linear":  # peft's would adapt a mixture's experts too, which are no linear layers
             targets = _linear_layers(model)
         peft_config = peft.LoraConfig(
             r=lora.rank,

@@ -153,7 +153,7 @@ class UnslothTrainer(Trainer):
 
 
 def _with_adapter(unsloth: Any, model: Any, lora: LoraConfig, gradient_checkpointing: bool) -> Any:
-    targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
+    targets = lora.peft_targets
     whole = {"lm_head", "embed_tokens"} & set([targets] if isinstance(targets, str) else targets)
     if whole:  # Unsloth would train them in full
         raise ConfigurationError(f"LoRA targets: {', '.join(sorted(whole))} cannot have an adapter")

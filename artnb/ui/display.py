@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Literal
 
@@ -42,19 +43,30 @@ def _in_kernel() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
+_HOSTS = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle"}
+"""Environment variables that only these services set."""
+
+
+def host(environment: Mapping[str, str] = os.environ) -> str | None:
+    """The service whose image this process runs in: ``Colab``, ``Kaggle``, or None.
+
+    >>> host({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"})
+    'Kaggle'
+    """
+    return next((name for sign, name in _HOSTS.items() if sign in environment), None)
+
+
 def front_end() -> str:
     """The program that shows this process's output, as far as its environment tells.
 
     >>> isinstance(front_end(), str)
     True
     """
-    signs = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle"}
+    place = host()
     if _in_kernel():
-        signs |= {"VSCODE_PID": "VS Code", "JPY_SESSION_NAME": "JupyterLab or Notebook"}
-        return next(
-            (name for sign, name in signs.items() if sign in os.environ), "papermill, nbclient or other"
-        )
-    place = next((name for sign, name in signs.items() if sign in os.environ), "")
+        local = {"VSCODE_PID": "VS Code", "JPY_SESSION_NAME": "JupyterLab or Notebook"}
+        found = (name for sign, name in local.items() if sign in os.environ)
+        return place or next(found, "papermill, nbclient or other")
     return f"a shell on {place}" if place else "a terminal" if sys.stdout.isatty() else "a plain process"
 
 
