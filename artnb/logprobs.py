@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 512
+CHUNK = 256
 """Positions whose logits are held at once."""
 
 

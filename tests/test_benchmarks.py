@@ -70,3 +70,17 @@ def test_the_client_benchmark_prints_one_line(repository: Path, monkeypatch: Any
     )
     assert output.count("\n") == 1
     assert len(figures["rows"]) == 4
+
+
+@pytest.mark.slow
+def test_three_stacks_give_one_gradient(
+    repository: Path, tiny_model: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """artnb on peft and on Unsloth, and TRL's GRPOTrainer on Unsloth, from one adapter and the same rows."""
+    arguments = ["--quick", "--json", "--peer", "--model", str(tiny_model)]
+    _, figures = run(repository, "train_step", arguments, monkeypatch, capsys)
+    stacks = figures["stacks"]
+    assert stacks["artnb, Unsloth"]["gradient_cosine"] > 0.999
+    assert stacks["TRL, Unsloth"]["gradient_cosine"] > 0.99
+    assert abs(stacks["TRL, Unsloth"]["entropy"] - stacks["artnb, peft"]["entropy"]) < 0.02
+    assert all(stack["peak_memory_gib"] > 0 for stack in stacks.values())

@@ -9,6 +9,7 @@ attention interface can run a tree of shared prefixes (training) or a set of cac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Protocol, cast
 
 import torch
@@ -72,57 +73,142 @@ def _attention(
     return output.unsqueeze(0), None
 
 
-class _Siblings:
-    """Segments with one parent, padded to one length: they see the same ancestors, then themselves."""
+SCORES = {"cpu": 2**21}
+"""Attention scores held at once, over all heads: what a CPU's cache holds."""
+SCORES_ELSEWHERE = 2**26
+"""On a GPU: what keeps it busy."""
+SMALLEST_BLOCK = 32
+"""Queries of a long segment that are computed together at least."""
+
+Span = tuple[int, int]
+"""Start and length of a segment in the flat order."""
+
+
+class _Tile:
+    """Some queries of segments with one parent, and the keys that they see: ancestors, then their own.
+
+    Several short segments are padded to one length, and share a product with their ancestors' keys.
+    Of one long segment a tile holds a block of queries; its keys end where the block does.
+    """
 
     def __init__(
-        self,
-        segments: Sequence[tuple[int, int]],
-        ancestors: Sequence[tuple[int, int]],
-        device: torch.device | None = None,
+        self, segments: Sequence[Span], ancestors: torch.Tensor, block: Span, device: torch.device | None
     ) -> None:
-        self.rows = len(segments)
-        self.width = max(length for _, length in segments)
-        starts = torch.tensor([start for start, _ in segments])
-        lengths = torch.tensor([length for _, length in segments])
-        columns = torch.arange(self.width)
+        self.rows, (first, self.width) = len(segments), block
+        starts, lengths = torch.tensor(segments).unbind(1)
         # padding repeats a row's last token; its output is never read and its gradient is zero
-        self.index = (starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)).flatten().to(device)
-        self.real = (columns < lengths[:, None]).flatten().to(device)
-        self.ancestors = (
-            torch.cat([torch.arange(start, start + length) for start, length in ancestors]).to(device)
-            if ancestors
-            else None
-        )
-        above = torch.ones(self.width, self.width, dtype=torch.bool).triu(1)
-        self.bias = torch.zeros(self.width, self.width).masked_fill_(above, float("-inf")).to(device)
+        columns = torch.minimum(torch.arange(first + self.width), lengths[:, None] - 1)
+        places = starts[:, None] + columns
+        real = (torch.arange(first, first + self.width) < lengths[:, None]).flatten()
+        self.queries = places[:, first:].flatten().to(device)
+        self.real = None if real.all() else real.to(device)
+        joined = self.rows == 1
+        self.keys = (torch.cat([ancestors, places[0]]) if joined else places.flatten()).to(device)
+        self.past = None if joined or not len(ancestors) else ancestors.to(device)
+        self.bias = torch.full((self.width, self.width), float("-inf")).triu(1).to(device)
 
-    def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """(N, heads, D) -> (heads, rows, width, D)"""
-        return x[self.index].view(self.rows, self.width, *x.shape[1:]).permute(2, 0, 1, 3)
+    def scores(self, heads: int) -> int:
+        """How many scores it takes over all heads."""
+        own = len(self.keys) // self.rows
+        return heads * len(self.queries) * (own + (0 if self.past is None else len(self.past)))
+
+    def keys_of(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(N, KV, D) -> own (KV, rows, E, D) and past (KV, A, D)"""
+        own = x[self.keys].view(self.rows, -1, *x.shape[1:]).permute(2, 0, 1, 3).contiguous()
+        return own, None if self.past is None else x[self.past].transpose(0, 1).contiguous()
 
     def queries_of(self, x: torch.Tensor, kv_heads: int) -> torch.Tensor:
-        """(N, H, D) -> (KV, rows, H/KV * width, D): query heads that share a key head side by side."""
-        grouped = x[self.index].view(self.rows, self.width, kv_heads, -1, x.shape[-1])
-        return grouped.permute(2, 0, 3, 1, 4).reshape(kv_heads, self.rows, -1, x.shape[-1])
+        """(N, H, D) -> (KV, rows, M, D): the M = H/KV * width queries of one key head side by side."""
+        grouped = x[self.queries].view(self.rows, self.width, kv_heads, -1, x.shape[-1])
+        turned = grouped.permute(2, 0, 3, 1, 4).contiguous()
+        return turned.view(kv_heads, self.rows, -1, x.shape[-1])
 
-    def flat_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Inverse of queries_of, padding dropped: -> (real tokens, H, D)"""
-        kv_heads, head_dim = x.shape[0], x.shape[-1]
-        back = x.view(kv_heads, self.rows, -1, self.width, head_dim).permute(1, 3, 0, 2, 4)
-        return back.reshape(self.rows * self.width, -1, head_dim)[self.real]
+    def put_queries(self, total: torch.Tensor, x: torch.Tensor) -> None:
+        """Inverse of queries_of, padding left out: write (KV, rows, M, D) to its places in (N, H, D)."""
+        back = x.view(len(x), self.rows, -1, self.width, x.shape[-1]).permute(1, 3, 0, 2, 4)
+        back = back.reshape(self.rows * self.width, -1, x.shape[-1])
+        if self.real is None:
+            total[self.queries] = back
+        else:
+            total[self.queries[self.real]] = back[self.real]
 
-    def probabilities(self, q: torch.Tensor, k: torch.Tensor, past: torch.Tensor | None) -> torch.Tensor:
-        """q (KV, rows, G*width, D) scaled, k (KV, rows, width, D), past (KV, A, D)
-        -> float32 (KV, rows, G*width, A + width)"""
-        accumulate = torch.promote_types(q.dtype, torch.float32)
-        own = torch.matmul(q, k.transpose(-1, -2)).to(accumulate)
-        own = own.view(*own.shape[:2], -1, self.width, self.width) + self.bias
-        own = own.view(*q.shape[:3], self.width)
-        if past is None:
-            return own.softmax(-1)
-        shared = torch.matmul(q.flatten(1, 2), past.transpose(-1, -2)).to(accumulate)
-        return torch.cat([shared.view(*q.shape[:3], -1), own], dim=-1).softmax(-1)
+    def add_keys(self, total: torch.Tensor, own: torch.Tensor, past: torch.Tensor | None) -> None:
+        """Add (KV, rows, D, E) and (KV, D, A) to their places in (N, KV, D), padding left out."""
+        flat = own.permute(1, 3, 0, 2).reshape(len(self.keys), *total.shape[1:])
+        places = self.keys
+        if self.real is not None:
+            flat, places = flat[self.real], places[self.real]
+        total[places] += flat
+        if past is not None:
+            total[self.past] += past.permute(2, 0, 1)
+
+    def products(
+        self, x: torch.Tensor, own: torch.Tensor, past: torch.Tensor | None, room: torch.Tensor
+    ) -> torch.Tensor:
+        """x (KV, rows, M, D) times the keys or values it sees -> (KV, rows, M, A + E), in ``room``."""
+        heads, rows, queries, dim = x.shape
+        span = 0 if past is None else past.shape[1]
+        shape = (heads, rows, queries, span + own.shape[2])
+        out = room[: heads * rows * queries * shape[-1]].view(shape)
+        torch.bmm(
+            x.view(-1, queries, dim),
+            own.flatten(0, 1).transpose(1, 2),
+            out=out[..., span:].view(heads * rows, queries, -1),
+        )
+        if past is not None:
+            of_past = out[..., :span].view(heads, rows * queries, span)
+            torch.bmm(x.view(heads, -1, dim), past.transpose(1, 2), out=of_past)
+        return out
+
+    def sums(self, weights: torch.Tensor, own: torch.Tensor, past: torch.Tensor | None) -> torch.Tensor:
+        """(KV, rows, M, A + E) times what is seen -> (KV, rows, M, D)"""
+        heads, rows, queries, _ = weights.shape
+        span = 0 if past is None else past.shape[1]
+        out = torch.bmm(weights[..., span:].view(heads * rows, queries, -1), own.flatten(0, 1))
+        if past is not None:
+            of_past = weights[..., :span].view(heads, rows * queries, span)
+            out.view(heads, rows * queries, -1).baddbmm_(of_past, past)
+        return out.view(heads, rows, queries, -1)
+
+    def sums_by_key(self, x: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x (KV, rows, M, D) summed by what was seen of it -> own (KV, rows, D, E), past (KV, D, A)
+
+        The narrow factor is transposed: it is the cheaper one to rearrange.
+        """
+        heads, rows, queries, dim = x.shape
+        span = 0 if self.past is None else len(self.past)
+        own = torch.bmm(
+            x.view(-1, queries, dim).transpose(1, 2), weights[..., span:].view(heads * rows, queries, -1)
+        )
+        own = own.view(heads, rows, dim, -1)
+        if self.past is None:
+            return own, None
+        of_past = weights[..., :span].view(heads, rows * queries, span)
+        return own, torch.bmm(x.view(heads, -1, dim).transpose(1, 2), of_past)
+
+    def probabilities(
+        self, q: torch.Tensor, k: torch.Tensor, past: torch.Tensor | None, room: _Room
+    ) -> torch.Tensor:
+        """q (KV, rows, M, D) scaled -> float32 (KV, rows, M, A + E), in ``room``."""
+        scores = self.products(q, k, past, room.low[0])
+        wide = _like(scores, room.wide[0]).copy_(scores)
+        wide[..., -self.width :].view(*q.shape[:2], -1, self.width, self.width).add_(self.bias)
+        return torch.softmax(wide, -1, out=wide)
+
+
+class _Room:
+    """Buffers for one tile's scores, used again and again: fresh pages cost more than the arithmetic."""
+
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        wide = torch.promote_types(dtype, torch.float32)
+        self.low = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
+        self.wide = (
+            self.low if wide == dtype else [torch.empty(size, dtype=wide, device=device) for _ in range(2)]
+        )
+
+
+def _like(x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
+    return room[: x.numel()].view(x.shape)
 
 
 class TreePlan:
@@ -132,38 +218,71 @@ class TreePlan:
     """
 
     def __init__(self, segments: Sequence[tuple[int, int, int]], device: torch.device | None = None) -> None:
-        children: dict[int, list[int]] = {}
-        for number, (_, _, parent) in enumerate(segments):
-            children.setdefault(parent, []).append(number)
-        self.sets: list[_Siblings] = []
-        for parent, numbers in children.items():
-            ancestors: list[tuple[int, int]] = []
-            while parent >= 0:
-                start, length, above = segments[parent]
-                ancestors.insert(0, (start, length))
-                parent = above
-            for batch in _similar_lengths([segments[n][:2] for n in numbers]):
-                self.sets.append(_Siblings(batch, ancestors, device))
+        self.segments, self.device = list(segments), device
+        self._tiles: dict[int, list[_Tile]] = {}
+        self._room: _Room | None = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
-        return _TreeAttention.apply(query, key, value, scaling, self.sets)
+        return _TreeAttention.apply(query, key, value, scaling, self)
+
+    def tiles(self, query: torch.Tensor) -> tuple[list[_Tile], _Room]:
+        """The work for so many heads, and room for the largest part of it."""
+        heads = query.shape[1]
+        if heads not in self._tiles:
+            self._tiles[heads] = self._cut(SCORES.get(query.device.type, SCORES_ELSEWHERE) // heads)
+            self._room = None
+        tiles = self._tiles[heads]
+        if self._room is None or self._room.low[0].dtype != query.dtype:
+            self._room = _Room(max(tile.scores(heads) for tile in tiles), query.dtype, query.device)
+        return tiles, self._room
+
+    def _cut(self, most: int) -> list[_Tile]:
+        children: dict[int, list[int]] = {}
+        for number, (_, _, parent) in enumerate(self.segments):
+            children.setdefault(parent, []).append(number)
+        tiles: list[_Tile] = []
+        for parent, numbers in children.items():
+            ancestors: list[torch.Tensor] = []
+            while parent >= 0:
+                start, length, above = self.segments[parent]
+                ancestors.insert(0, torch.arange(start, start + length))
+                parent = above
+            past = torch.cat(ancestors) if ancestors else torch.empty(0, dtype=torch.int64)
+            for batch in _similar_lengths([self.segments[n][:2] for n in numbers], len(past), most):
+                for block in _blocks(batch, len(past), most):
+                    tiles.append(_Tile(batch, past, block, self.device))
+        return tiles
 
 
-def _similar_lengths(segments: Sequence[tuple[int, int]], waste: float = 1.25) -> list[list[tuple[int, int]]]:
-    """Cut siblings into batches in which padding costs at most ``waste`` times the real tokens."""
-    batches: list[list[tuple[int, int]]] = []
+def _similar_lengths(
+    segments: Sequence[Span], past: int = 0, most: float = float("inf"), waste: float = 1.25
+) -> list[list[Span]]:
+    """Cut siblings into batches of at most ``most`` scores, where one by itself has no more, in which
+    padding costs at most ``waste`` times the real tokens. past: tokens that all of them see."""
+    batches: list[list[Span]] = []
     real = 0
     for segment in sorted(segments, key=lambda s: -s[1]):
         widest = batches[-1][0][1] if batches else 0
-        if batches and (len(batches[-1]) + 1) * widest <= waste * (real + segment[1]) + 64:
+        padded = (len(batches[-1]) + 1) * widest if batches else 0
+        if batches and padded <= waste * (real + segment[1]) + 64 and padded * (past + widest) <= most:
             batches[-1].append(segment)
             real += segment[1]
         else:
             batches.append([segment])
             real = segment[1]
     return batches
+
+
+def _blocks(batch: Sequence[Span], past: int, most: int) -> list[Span]:
+    """First query and number of queries: all of several segments, or blocks of one that is too long."""
+    length = batch[0][1]
+    if len(batch) > 1:
+        return [(0, length)]
+    count = max(1, min(-(-length * (past + length) // most), length // SMALLEST_BLOCK))
+    bounds = [length * i // count for i in range(count + 1)]
+    return [(first, end - first) for first, end in pairwise(bounds)]
 
 
 class _TreeAttention(torch.autograd.Function):
@@ -176,22 +295,17 @@ class _TreeAttention(torch.autograd.Function):
         key: torch.Tensor,
         value: torch.Tensor,
         scaling: float,
-        sets: Sequence[_Siblings],
+        plan: TreePlan,
     ) -> torch.Tensor:
         ctx.save_for_backward(query, key, value)
-        ctx.scaling, ctx.sets = scaling, sets
+        ctx.scaling, ctx.plan = scaling, plan
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-        for siblings in sets:
-            q = siblings.queries_of(query, key.shape[1]) * scaling
-            k, v = siblings.rows_of(key), siblings.rows_of(value)
-            past = None if siblings.ancestors is None else key[siblings.ancestors].transpose(0, 1)
-            p = siblings.probabilities(q, k, past).to(v.dtype)
-            out = torch.matmul(p[..., -siblings.width :], v)
-            if siblings.ancestors is not None:
-                past_v = value[siblings.ancestors].transpose(0, 1)
-                shared = p[..., : past_v.shape[1]].flatten(1, 2)
-                out = out + torch.matmul(shared, past_v).view_as(out)
-            output[siblings.index[siblings.real]] = siblings.flat_of(out)
+        tiles, room = plan.tiles(query)
+        for tile in tiles:
+            q = tile.queries_of(query, key.shape[1]) * scaling
+            p = tile.probabilities(q, *tile.keys_of(key), room)
+            p = _like(p, room.low[0]).copy_(p)
+            tile.put_queries(output, tile.sums(p, *tile.keys_of(value)))
         return output
 
     @staticmethod
@@ -199,46 +313,22 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value = ctx.saved_tensors
         kv_heads, accumulate = key.shape[1], torch.promote_types(key.dtype, torch.float32)
-        d_query = torch.empty_like(query)
-        d_key = torch.zeros(key.shape, dtype=accumulate, device=key.device)
-        d_value = torch.zeros(value.shape, dtype=accumulate, device=value.device)
-        for siblings in ctx.sets:
-            width = siblings.width
-            real = siblings.index[siblings.real]
-            padded = torch.zeros(
-                siblings.rows * width, *query.shape[1:], dtype=query.dtype, device=query.device
-            )
-            padded[siblings.real] = grads[0][real]
-            grad = padded.view(siblings.rows, width, kv_heads, -1, query.shape[-1])
-            grad = grad.permute(2, 0, 3, 1, 4).reshape(kv_heads, siblings.rows, -1, query.shape[-1])
-            q = siblings.queries_of(query, kv_heads) * ctx.scaling
-            k, v = siblings.rows_of(key), siblings.rows_of(value)
-            past_k = past_v = None
-            if siblings.ancestors is not None:
-                past_k = key[siblings.ancestors].transpose(0, 1)
-                past_v = value[siblings.ancestors].transpose(0, 1)
-            p = siblings.probabilities(q, k, past_k)
-            d_p = torch.matmul(grad, v.transpose(-1, -2)).to(p.dtype)
-            if past_v is not None:
-                shared = torch.matmul(grad.flatten(1, 2), past_v.transpose(-1, -2)).to(p.dtype)
-                d_p = torch.cat([shared.view(*d_p.shape[:3], -1), d_p], dim=-1)
-            d_s = torch.ops.aten._softmax_backward_data(d_p, p, -1, p.dtype).to(q.dtype)
-            p = p.to(q.dtype)
-            own_p, own_s = p[..., -width:], d_s[..., -width:]
-            d_q = torch.matmul(own_s, k)
-            # the narrow factor is transposed: it is the cheaper one to rearrange
-            d_k = torch.matmul(q.transpose(-1, -2), own_s).transpose(-1, -2)
-            d_v = torch.matmul(grad.transpose(-1, -2), own_p).transpose(-1, -2)
-            if past_k is not None:
-                span = past_k.shape[1]
-                past_p, past_s = (x[..., :span].flatten(1, 2) for x in (p, d_s))
-                d_q = d_q + torch.matmul(past_s, past_k).view_as(d_q)
-                d_past_k = torch.matmul(q.flatten(1, 2).transpose(-1, -2), past_s).permute(2, 0, 1)
-                d_past_v = torch.matmul(grad.flatten(1, 2).transpose(-1, -2), past_p).permute(2, 0, 1)
-                d_key[siblings.ancestors] += d_past_k.to(accumulate)
-                d_value[siblings.ancestors] += d_past_v.to(accumulate)
-            d_query[real] = siblings.flat_of(d_q) * ctx.scaling
-            for total, part in ((d_key, d_k), (d_value, d_v)):
-                flat = part.permute(1, 2, 0, 3).reshape(siblings.rows * width, *key.shape[1:])
-                total[real] += flat[siblings.real].to(accumulate)
+        d_query = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        d_key, d_value = (torch.zeros(x.shape, dtype=accumulate, device=x.device) for x in (key, value))
+        tiles, room = ctx.plan.tiles(query)
+        for tile in tiles:
+            q = tile.queries_of(query, kv_heads) * ctx.scaling
+            grad = tile.queries_of(grads[0], kv_heads)
+            if tile.real is not None:
+                padding = ~tile.real.view(1, tile.rows, 1, tile.width, 1)
+                grad.view(kv_heads, tile.rows, -1, tile.width, grad.shape[-1]).masked_fill_(padding, 0)
+            k, v = tile.keys_of(key), tile.keys_of(value)
+            p = tile.probabilities(q, *k, room)
+            d_p = tile.products(grad, *v, room.low[1])
+            d_p = _like(d_p, room.wide[1]).copy_(d_p)
+            torch.ops.aten._softmax_backward_data.out(d_p, p, -1, p.dtype, grad_input=d_p)
+            p, d_s = _like(p, room.low[0]).copy_(p), _like(d_p, room.low[1]).copy_(d_p)
+            tile.put_queries(d_query, tile.sums(d_s, *k) * ctx.scaling)
+            tile.add_keys(d_key, *tile.sums_by_key(q, d_s))
+            tile.add_keys(d_value, *tile.sums_by_key(grad, p))
         return d_query, d_key.to(key.dtype), d_value.to(value.dtype), None, None

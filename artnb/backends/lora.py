@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.nn.functional import silu
 
 from artnb.errors import ConfigurationError
 
@@ -38,12 +39,49 @@ class _MergedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         x, merged, a, b = ctx.saved_tensors
         grad_x = grad @ merged if ctx.needs_input_grad[0] else None
-        flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
-        through_b = flat_grad @ b.to(grad.dtype)  # (N, r)
-        through_a = flat_x @ a.to(x.dtype).T  # (N, r)
-        grad_a = (through_b.T @ flat_x).to(a.dtype) * ctx.scale
-        grad_b = (flat_grad.T @ through_a).to(b.dtype) * ctx.scale
-        return grad_x, None, None, grad_a, grad_b, None
+        return grad_x, None, None, *_factor_gradients(grad, x, a, b, ctx.scale), None
+
+
+class _MergedGatedLinear(torch.autograd.Function):
+    """``_MergedLinear`` of silu(gate) * up, which is computed again in the backward pass, not kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        gate: torch.Tensor,
+        up: torch.Tensor,
+        merged: torch.Tensor,
+        bias: torch.Tensor | None,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(gate, up, merged, a, b)
+        ctx.scale = scale
+        return torch.nn.functional.linear(silu(gate).mul_(up), merged, bias)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        gate, up, merged, a, b = ctx.saved_tensors
+        opened = silu(gate)
+        factors = _factor_gradients(grad, opened * up, a, b, ctx.scale)
+        grad_x = grad @ merged
+        grad_up = opened.mul_(grad_x)
+        grad_gate = torch.ops.aten.silu_backward(grad_x.mul_(up), gate)
+        return grad_gate, grad_up, None, None, *factors, None
+
+
+def _factor_gradients(
+    grad: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of A and B where y = x @ (W + scale * B @ A).T has the gradient ``grad``."""
+    flat_grad, flat_x = grad.flatten(0, -2), x.flatten(0, -2)
+    through_b = flat_grad @ b.to(grad.dtype)  # (N, r)
+    through_a = flat_x @ a.to(x.dtype).T  # (N, r)
+    grad_a = (through_b.T @ flat_x).to(a.dtype) * scale
+    grad_b = (flat_grad.T @ through_a).to(b.dtype) * scale
+    return grad_a, grad_b
 
 
 class MergedLora:
@@ -63,6 +101,13 @@ class MergedLora:
         if self.layer.disable_adapters:
             return torch.nn.functional.linear(x, self.base, bias)
         return _MergedLinear.apply(x, self.merged, bias, self.a, self.b, self.scale)
+
+    def gated(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """This layer of silu(gate) * up, keeping only the two for the backward pass."""
+        bias = self.layer.base_layer.bias
+        if self.layer.disable_adapters:
+            return torch.nn.functional.linear(silu(gate) * up, self.base, bias)
+        return _MergedGatedLinear.apply(gate, up, self.merged, bias, self.a, self.b, self.scale)
 
     @torch.no_grad()
     def merge(self) -> tuple[float, float]:

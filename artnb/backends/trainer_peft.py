@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from artnb.backends.lean_layers import make_lean
 from artnb.backends.lora import merged_layers
 from artnb.backends.trainer import OptimizerName, Trainer, recompute_activations
 from artnb.config import LoraConfig
@@ -50,7 +51,9 @@ class PeftTrainer(Trainer):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             recompute_activations(model)
-        super().__init__(model, peft_model, list(merged_layers(peft_model)), optimizer=optimizer)
+        layers = list(merged_layers(peft_model))
+        make_lean(model, layers)
+        super().__init__(model, peft_model, layers, optimizer=optimizer)
 
 
 def _linear_layers(model: Any) -> list[str]:

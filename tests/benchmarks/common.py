@@ -103,6 +103,33 @@ async def on_compute_thread(backend: Any, work: Callable[[], Any]) -> Any:
     return await asyncio.wrap_future(backend.engine.call(work))
 
 
+def rows_of(prompt: Sequence[int], completions: Sequence[Sequence[int]]) -> list[Any]:
+    """Rows of one group: completions of a common prompt, with advantages of mean zero."""
+    from artnb.types import Sample
+
+    middle = (len(completions) - 1) / 2
+    rows = []
+    for row, completion in enumerate(completions):
+        ids = (*prompt, *completion)
+        is_sampled = (False,) * len(prompt) + (True,) * len(completion)
+
+        def spread(value: float, is_sampled: tuple[bool, ...] = is_sampled) -> tuple[float, ...]:
+            return tuple(value if sampled else 0.0 for sampled in is_sampled)
+
+        rows.append(
+            Sample(
+                ids,
+                is_sampled,
+                spread(-1.0),
+                spread(row - middle),
+                spread(1.0),
+                trajectory_id=f"row {row}",
+                group=0,
+            )
+        )
+    return rows
+
+
 def model_folder(options: argparse.Namespace) -> str:
     from artnb.bundled import bundled_model
 
@@ -114,6 +141,19 @@ def products(backend: Any) -> tuple[int, int]:
     trainer = backend.trainer
     decoder = sum(layer.base.numel() for layer in trainer.layers)
     return decoder, trainer.model.get_output_embeddings().weight.numel()
+
+
+def attention_products(backend: Any, segments: Sequence[tuple[int, int, int]]) -> int:
+    """Multiply-adds of a forward's attention: queries with keys, and probabilities with values, causal."""
+    config = backend.trainer.model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    ends: list[int] = []
+    pairs = 0
+    for _, length, parent in segments:
+        before = ends[parent] if parent >= 0 else 0
+        ends.append(before + length)
+        pairs += length * before + length * (length + 1) // 2
+    return 2 * config.num_hidden_layers * config.num_attention_heads * head_dim * pairs
 
 
 def reset_peak_memory() -> int | None:

@@ -1,7 +1,8 @@
 """How long does a GRPO step of TRL on Unsloth's CPU backend take? Run by ``train_step.py --peer``.
 
 Needs unsloth and trl and nothing of artnb: it reads a job file and prints one JSON line. TRL's
-``rollout_func`` hands the trainer a fixed batch, so that a trainer step is a training step alone.
+``rollout_func`` hands the trainer a fixed batch, so that a trainer step is a training step alone. It
+starts from the adapter in the job, and leaves the gradient of the first step behind.
 """
 
 from __future__ import annotations
@@ -10,39 +11,16 @@ import json
 import os
 import sys
 import tempfile
-import threading
 import time
 from itertools import pairwise
 from pathlib import Path
-from random import Random
 from typing import Any
+
+from peer_common import PeakMemory, write_gradient
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class PeakMemory:
-    """Most bytes resident while it watches, above what was resident at its start."""
-
-    def __init__(self) -> None:
-        self._base = self._peak = _resident()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.02):
-            self._peak = max(self._peak, _resident())
-
-    def stop(self) -> int:
-        self._ended.set()
-        self._thread.join()
-        return self._peak - self._base
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def run(job: dict[str, Any], folder: str) -> dict[str, Any]:
@@ -50,11 +28,14 @@ def run(job: dict[str, Any], folder: str) -> dict[str, Any]:
 
     # isort: split
     import datasets
+    import peft
+    import safetensors.torch
     import torch
     import transformers
     import trl
 
-    prompt_length, length, group = job["prompt"], job["completion"], job["group"]
+    prompt, completions = job["prompt"], job["completions"]
+    prompt_length, length, group = len(prompt), max(map(len, completions)), len(completions)
     model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
         job["model"], max_seq_length=prompt_length + length + 8, load_in_4bit=False
     )
@@ -65,16 +46,16 @@ def run(job: dict[str, Any], folder: str) -> dict[str, Any]:
         target_modules=LINEAR,
         use_gradient_checkpointing=False,
     )
-    draw, tokens = Random(0), range(5, model.config.vocab_size - 5)
-    prompt = draw.choices(tokens, k=prompt_length)
-    completions = [draw.choices(tokens, k=length) for _ in range(group)]
+    adapter = safetensors.torch.load_file(Path(job["adapter"], "adapter_model.safetensors"))
+    unknown = peft.set_peft_model_state_dict(model, adapter).unexpected_keys
+    assert not unknown, f"not the same adapter: {unknown}"
 
     def fixed_batch(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         count = len(prompts)
         return {
             "prompt_ids": [prompt] * count,
             "completion_ids": completions[:count],
-            "logprobs": [[-1.0] * length] * count,
+            "logprobs": [[-1.0] * len(ids) for ids in completions[:count]],
         }
 
     def rewards(completions: list[Any], **_: Any) -> list[float | None]:
@@ -109,6 +90,10 @@ def run(job: dict[str, Any], folder: str) -> dict[str, Any]:
         def on_step_end(self, *_: Any, **__: Any) -> None:
             ends.append(time.perf_counter())
 
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            if len(ends) == 1:
+                write_gradient(job["gradient"], _gradients(model))
+
     trainer.add_callback(Clock())
     watch = PeakMemory()
     ends[0] = time.perf_counter()
@@ -116,8 +101,17 @@ def run(job: dict[str, Any], folder: str) -> dict[str, Any]:
     return {
         "seconds": [end - start for start, end in pairwise(ends)],
         "peak_memory": watch.stop(),
+        "entropy": trainer.state.log_history[0]["entropy"],
         "threads": torch.get_num_threads(),
         "versions": {m.__name__: m.__version__ for m in (unsloth, trl, torch, transformers)},
+    }
+
+
+def _gradients(model: Any) -> dict[str, Any]:
+    named = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {
+        name.removeprefix("base_model.model.").replace(".default.", "."): gradient
+        for name, gradient in named.items()
     }
 
 

@@ -7,9 +7,10 @@ count every row in full, so that both ways are measured against the same work.
     python tests/benchmarks/train_step.py [--trainer peft|unsloth] [--shapes] [--peer] [--quick] [--json]
 
 ``--shapes`` adds 32 completions of 32 tokens on 128, and 16 of ragged lengths up to 256 on 256.
-``--peer`` adds 8 completions of 256 tokens on a 512-token prompt, and runs it also with TRL's
-GRPOTrainer on Unsloth's CPU backend in a child process; ``--peer-python`` names an interpreter that has
-them (``make test`` installs both). Both update the same adapter; ours also publishes it to the engine.
+``--peer`` adds 8 completions of 256 tokens on a 512-token prompt, and runs them on three stacks, each in
+a process of its own and from the same adapter: artnb on peft, artnb on Unsloth, and TRL's GRPOTrainer on
+Unsloth's CPU backend. ``--peer-python`` names an interpreter that has them (``make test`` installs all).
+The share of the limit counts the model's own operations: linear layers, and causal attention once.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from common import (
     Machine,
     arguments,
+    attention_products,
     matmul_limit,
     median,
     model_folder,
@@ -39,6 +42,7 @@ from common import (
     quiet_output,
     report,
     reset_peak_memory,
+    rows_of,
     run_peer,
     table,
 )
@@ -47,6 +51,7 @@ from artnb import LoraConfig, TrainConfig
 from artnb.backends.local import LocalBackend
 from artnb.backends.stack import choose, prepare
 from artnb.batch import loss_denominator
+from artnb.packing import pack
 from artnb.types import Sample
 
 LORA = LoraConfig(rank=16, alpha=32.0)
@@ -82,29 +87,14 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.group} x ({self.prompt}+{'<=' if self.ragged else ''}{self.completion})"
 
+    def draw(self, vocabulary: int, seed: int) -> tuple[list[int], list[list[int]]]:
+        """A prompt and its completions, random tokens."""
+        source, tokens = Random(seed), range(5, vocabulary - 5)
+        prompt = source.choices(tokens, k=self.prompt)
+        return prompt, [source.choices(tokens, k=length) for length in self.lengths]
+
     def samples(self, vocabulary: int, seed: int) -> list[Sample]:
-        """Rows of random tokens with advantages of mean zero."""
-        draw = Random(seed)
-        prompt = draw.choices(range(5, vocabulary - 5), k=self.prompt)
-        return [
-            self._sample(prompt + draw.choices(range(5, vocabulary - 5), k=length), row)
-            for row, length in enumerate(self.lengths)
-        ]
-
-    def _sample(self, ids: list[int], row: int) -> Sample:
-        def on_sampled(value: Any, otherwise: Any) -> tuple[Any, ...]:
-            return (otherwise,) * self.prompt + (value,) * (len(ids) - self.prompt)
-
-        advantage = row - (self.group - 1) / 2
-        return Sample(
-            ids_T=tuple(ids),
-            is_sampled_T=on_sampled(True, False),
-            logprobs_T=on_sampled(-1.0, 0.0),
-            advantages_T=on_sampled(advantage, 0.0),
-            weights_T=on_sampled(1.0, 0.0),
-            trajectory_id=f"row {row}",
-            group=0,
-        )
+        return rows_of(*self.draw(vocabulary, seed))
 
 
 class Bench:
@@ -145,11 +135,20 @@ async def compare(bench: Bench, shape: Shape, repeats: int, limit: float) -> lis
         for share, config in configs.items():
             seconds[share].append(await bench.step(samples, config))
     decoder, head = products(bench.backend)
+    attention = {
+        share: sum(
+            attention_products(bench.backend, batch.segments)
+            for batch in pack(samples, max_tokens=config.microbatch_tokens, share_prefixes=share)
+        )
+        for share, config in configs.items()
+    }
     rows = []
     for share in configs:
         time_taken, sampled = median(seconds[share]), shape.sampled_tokens
         # forward and the gradient of the inputs: two products each; weights of the base get none
-        operations = 4 * (decoder * packed[share] + head * sampled)
+        linear = 4 * (decoder * packed[share] + head * sampled)
+        # attention: two products forward, four backward; what is computed a second time counts once
+        operations = linear + 6 * attention[share]
         used = memory[share]
         rows.append(
             {
@@ -163,20 +162,10 @@ async def compare(bench: Bench, shape: Shape, repeats: int, limit: float) -> lis
                 "packed_tokens": packed[share],
                 "peak_memory_gib": None if used is None else used / GIB,
                 "share_of_limit": operations / time_taken / limit,
+                "linear_share_of_limit": linear / time_taken / limit,
             }
         )
     return rows
-
-
-async def whole_step(bench: Bench, shape: Shape, repeats: int) -> list[float]:
-    """Seconds of step and publication together."""
-    seconds = []
-    for repeat in range(repeats):
-        started = time.perf_counter()
-        await bench.step(shape.samples(bench.vocabulary, repeat), TrainConfig(learning_rate=1e-5))
-        await bench.backend.publish_weights(repeat + 1)
-        seconds.append(time.perf_counter() - started)
-    return seconds
 
 
 async def train_everywhere(options: argparse.Namespace, folder: str) -> dict[str, Any]:
@@ -205,42 +194,82 @@ async def train_everywhere(options: argparse.Namespace, folder: str) -> dict[str
                 rows += await compare(bench, more, options.repeats, limit)
         if options.peer:
             rows += await compare(bench, peer_shape, options.repeats, limit)
-            ours = await whole_step(bench, peer_shape, options.repeats)
+            figures["stacks_shape"] = str(peer_shape)
+            figures["stacks"] = await stacks(bench, options, folder, peer_shape)
     finally:
         await bench.backend.close()
     if options.peer:
-        peer = figures["peer"] = _beside_peer(options, folder, peer_shape, about["dtype"], ours)
-        figures["speedup_vs_trl_unsloth"] = peer["speed_over_peer"]
-        used = next(r for r in rows if r["shape"] == str(peer_shape) and r["share_prefixes"])[
-            "peak_memory_gib"
-        ]
-        figures["memory_ratio_vs_trl_unsloth"] = None if used is None else used / peer["peer_peak_memory_gib"]
+        peft, theirs = (figures["stacks"][name] for name in ("artnb, peft", "TRL, Unsloth"))
+        figures["speedup_vs_trl_unsloth"] = theirs["seconds"] / peft["seconds"]
+        figures["memory_ratio_vs_trl_unsloth"] = peft["peak_memory_gib"] / theirs["peak_memory_gib"]
     return figures
 
 
-def _beside_peer(
-    options: argparse.Namespace, folder: str, shape: Shape, dtype: str, ours: list[float]
-) -> dict[str, Any]:
-    job = {
-        "model": folder,
-        "dtype": dtype,
-        "rank": LORA.rank,
-        "alpha": LORA.alpha,
-        "prompt": shape.prompt,
-        "completion": shape.completion,
-        "group": shape.group,
-        "steps": options.repeats + 1,  # the first one is slower and left out
-    }
-    answer = run_peer(options.peer_python, "peer_trl.py", job)
-    theirs = median(answer["seconds"][1:])
+async def stacks(
+    bench: Bench, options: argparse.Namespace, folder: str, shape: Shape
+) -> dict[str, dict[str, Any]]:
+    """The same rows, adapter and dtype in three stacks, each in a process of its own, one after another."""
+    prompt, completions = shape.draw(bench.vocabulary, seed=0)
+    answers: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as place:
+        await on_compute_thread(bench.backend, partial(_write_adapter, bench.backend.trainer, Path(place)))
+        job = {
+            "model": folder,
+            "dtype": bench.backend.describe()["dtype"],
+            "rank": LORA.rank,
+            "alpha": LORA.alpha,
+            "adapter": place,
+            "prompt": prompt,
+            "completions": completions,
+            "steps": options.repeats + 1,  # the first one is slower and left out
+        }
+        for name, script, trainer in STACKS:
+            gradient = Path(place, f"{trainer}.safetensors")
+            one = {**job, "trainer": trainer, "gradient": str(gradient)}
+            answers[name] = {**run_peer(options.peer_python, script, one), "file": gradient}
+        reference = answers["artnb, peft"]
+        for answer in answers.values():
+            answer["gradient_cosine"] = _cosine(answer["file"], reference["file"])
+    return {name: _in_short(answer) for name, answer in answers.items()}
+
+
+STACKS = (
+    ("artnb, peft", "peer_artnb.py", "peft"),
+    ("artnb, Unsloth", "peer_artnb.py", "unsloth"),
+    ("TRL, Unsloth", "peer_trl.py", "trl"),
+)
+
+
+def _write_adapter(trainer: Any, folder: Path) -> None:
+    """An adapter that has learned something: a new one's B is zero, and so is the gradient of its A."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for layer in trainer.layers:
+            layer.b.copy_(0.01 * torch.randn(layer.b.shape, generator=generator))
+    trainer.merge()
+    trainer.save(folder)
+
+
+def _cosine(path: Path, reference: Path) -> float:
+    from safetensors.torch import load_file
+
+    ours, theirs = load_file(path), load_file(reference)
+    assert ours.keys() == theirs.keys(), "the same factors have a gradient"
+    product = sum(float((ours[n].double() * theirs[n].double()).sum()) for n in ours)
+    sizes = [sum(float(t.double().square().sum()) for t in g.values()) ** 0.5 for g in (ours, theirs)]
+    return product / (sizes[0] * sizes[1])
+
+
+def _in_short(answer: dict[str, Any]) -> dict[str, Any]:
     return {
-        "shape": str(shape),
-        "ours_seconds": median(ours),
-        "peer_seconds": theirs,
-        "speed_over_peer": theirs / median(ours),
-        "peer_peak_memory_gib": answer["peak_memory"] / GIB,
-        "peer_first_seconds": answer["seconds"][0],
-        "versions": answer["versions"],
+        "seconds": median(answer["seconds"][1:]),
+        "first_seconds": answer["seconds"][0],
+        "peak_memory_gib": answer["peak_memory"] / GIB,
+        "entropy": answer["entropy"],
+        "gradient_cosine": answer["gradient_cosine"],
+        "versions": answer.get("versions"),
     }
 
 
@@ -254,6 +283,15 @@ COLUMNS = (
     ("packed_tokens", "computed", ".0f"),
     ("peak_memory_gib", "GiB above", ".2f"),
     ("share_of_limit", "of limit", ".1%"),
+    ("linear_share_of_limit", "linear layers", ".1%"),
+)
+STACK_COLUMNS = (
+    ("stack", "stack", "s"),
+    ("seconds", "seconds", ".2f"),
+    ("first_seconds", "first", ".2f"),
+    ("peak_memory_gib", "GiB above", ".2f"),
+    ("entropy", "entropy", ".4f"),
+    ("gradient_cosine", "gradient cosine", ".5f"),
 )
 
 
@@ -264,12 +302,13 @@ def describe(figures: dict[str, Any]) -> str:
         table(figures["rows"], COLUMNS),
         f"sharing the prompt: {figures['prefix_sharing_gain']:.2f} times as fast",
     ]
-    if peer := figures.get("peer"):
-        lines.append(
-            f"{peer['shape']}: step and publication {peer['ours_seconds']:.2f} s; TRL on Unsloth "
-            f"{peer['peer_seconds']:.2f} s ({peer['speed_over_peer']:.2f} times as long), "
-            f"{peer['peer_peak_memory_gib']:.2f} GiB above its base"
-        )
+    if stacks := figures.get("stacks"):
+        lines += [
+            f"{figures['stacks_shape']}, step and publication, each stack in its own process:",
+            table([{"stack": name, **row} for name, row in stacks.items()], STACK_COLUMNS),
+            f"TRL on Unsloth takes {figures['speedup_vs_trl_unsloth']:.2f} times as long as artnb on peft, "
+            f"which needs {figures['memory_ratio_vs_trl_unsloth']:.2f} of its memory",
+        ]
     return "\n".join(lines)
 
 

@@ -1,0 +1,39 @@
+"""What do the scripts share that run a stack by itself? A watch on memory, and where a gradient is put."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class PeakMemory:
+    """Most bytes resident while it watches, above what was resident at its start."""
+
+    def __init__(self) -> None:
+        self._base = self._peak = _resident()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.02):
+            self._peak = max(self._peak, _resident())
+
+    def stop(self) -> int:
+        self._ended.set()
+        self._thread.join()
+        return self._peak - self._base
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def write_gradient(path: str, gradients: Mapping[str, Any]) -> None:
+    """Gradients by the name of their factor, ``model.layers.0.mlp.up_proj.lora_A.weight``, in float32."""
+    from safetensors.torch import save_file
+
+    save_file({name: gradient.detach().float().contiguous() for name, gradient in gradients.items()}, path)
