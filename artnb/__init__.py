@@ -30,12 +30,13 @@ from artnb.errors import (
     TooManyFailures,
 )
 from artnb.evaluate import Evaluation, compare, evaluate, evaluate_baseline
-from artnb.gather import gather, last
+from artnb.gather import gather
 from artnb.parameters import parameters
 from artnb.plan import plan
 from artnb.report import report
 from artnb.rewards import Reward
 from artnb.schedule import schedule
+from artnb.session import last
 from artnb.store import Run
 from artnb.types import (
     Failure,
@@ -50,6 +51,7 @@ from artnb.ui import RewardTable
 
 if TYPE_CHECKING:
     from artnb.backends.fake import FakeBackend
+    from artnb.distill import distill_step
     from artnb.model import Model, run
     from artnb.sft import sft_step
     from artnb.train import StepResult, train_step
@@ -93,6 +95,7 @@ __all__ = [
     "Turn",
     "available_environments",
     "compare",
+    "distill_step",
     "doctor",
     "evaluate",
     "evaluate_baseline",
@@ -113,6 +116,7 @@ _LATER = {
     "FakeBackend": "artnb.backends.fake",
     "Model": "artnb.model",
     "StepResult": "artnb.train",
+    "distill_step": "artnb.distill",
     "run": "artnb.model",
     "sft_step": "artnb.sft",
     "train_step": "artnb.train",

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from artnb.advantage import Dropped, advantages, blend, credit_baseline
+from artnb.advantage import FAILED, Dropped, advantages, blend, credit_baseline
 from artnb.config import TrainConfig
 from artnb.draw import draw
-from artnb.errors import StalePolicy
+from artnb.errors import ConfigurationError, StalePolicy
 from artnb.packing import PackedBatch, Segment, pack
 from artnb.types import Sample, Trajectory, TrajectoryGroup, Turn
 
@@ -25,12 +25,14 @@ __all__ = [
     "Rows",
     "Segment",
     "Span",
+    "check_complete",
     "check_staleness",
     "loss_denominator",
     "minibatches",
     "pack",
     "supervised_samples",
     "to_samples",
+    "unrewarded_samples",
 ]
 
 # Reasons that count turns: their tokens stay context where a later turn continues them.
@@ -59,7 +61,14 @@ class Rows(NamedTuple):
     notes: dict[str, int]
     """``trajectories``: how many have rows, before max_samples; ``trajectories_split``: more than
     one row each; ``turns``: how many carry a loss; ``turns_truncated_support``: sampled with top_p,
-    top_k or min_p, which biases the ratio; ``turns_cut_by_length``: stopped by max_tokens."""
+    top_k, min_p or in a structured form, which biases the ratio; ``turns_cut_by_length``: stopped by
+    max_tokens."""
+
+    @property
+    def skipped(self) -> str | None:
+        """Why there is nothing to learn from, in words; None where there is."""
+        reasons = ", ".join(f"{count} × {reason}" for reason, count in self.dropped.items()) or "no groups"
+        return None if self.samples else f"nothing to learn from: {reasons}"
 
 
 @dataclass
@@ -106,7 +115,24 @@ def to_samples(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, step: 
     new row; each sampled token carries loss once. ``step`` and ``config.seed`` decide which rows
     ``config.max_samples`` keeps.
     """
-    by_group, reasons = advantages(groups, config)
+    return _to_rows(groups, *advantages(groups, config), config, step)
+
+
+def unrewarded_samples(groups: Sequence[TrajectoryGroup], config: TrainConfig, *, step: int = 0) -> Rows:
+    """The rows of all trajectories that did not fail, scored or not, every advantage being 1."""
+    by_group = [{t.id: 1.0 for t in group if t.error is None} for group in groups]
+    failed = sum(t.error is not None for group in groups for t in group)
+    return _to_rows(groups, by_group, {FAILED: failed}, config.replace(credit_weight=0.0), step)
+
+
+def _to_rows(
+    groups: Sequence[TrajectoryGroup],
+    by_group: Sequence[dict[str, float]],
+    reasons: Dropped,
+    config: TrainConfig,
+    step: int,
+) -> Rows:
+    """Rows of the trajectories that have an advantage."""
     dropped, notes = Counter(reasons), Counter(dict.fromkeys(NOTES, 0))
     rows: list[_Row] = []
     for index, (group, group_advantages) in enumerate(zip(groups, by_group, strict=True)):
@@ -170,9 +196,25 @@ def minibatches(samples: Sequence[Sample], n: int) -> list[list[Sample]]:
     return [[samples[i] for i in sorted(share)] for share in shares]
 
 
-def check_staleness(groups: Sequence[TrajectoryGroup], version: int, allowed: int) -> int:
-    """The age of the oldest turn, in policy versions. Raises StalePolicy for one older than ``allowed``."""
-    versions = {turn.policy_version for group in groups for t in group if t.is_scored for turn in t.turns}
+def check_complete(groups: Sequence[TrajectoryGroup]) -> None:
+    """Refuse the groups of a ``gather`` that ended early. Raises ConfigurationError."""
+    status = getattr(groups, "status", "complete")
+    if status != "complete":
+        raise ConfigurationError(
+            f"these groups are partial: gather's status is {status!r}. Gather again, or pass "
+            "allow_partial=True"
+        )
+
+
+def check_staleness(
+    groups: Sequence[TrajectoryGroup], version: int, allowed: int, *, unscored: bool = False
+) -> int:
+    """The age of the oldest turn, in policy versions. Raises StalePolicy for one older than ``allowed``.
+
+    Looks at scored trajectories; with ``unscored`` at all that did not fail.
+    """
+    used = [t for group in groups for t in group if t.is_scored or (unscored and t.error is None)]
+    versions = {turn.policy_version for t in used for turn in t.turns}
     if min(versions, default=0) < 0:
         raise StalePolicy(
             "these trajectories hold turns of the untrained base model, which the adapter cannot learn "
@@ -225,7 +267,8 @@ def _temperature(turn: Turn) -> float:
 
 def _is_truncated(turn: Turn) -> bool:
     get = turn.sampling.get
-    return (get("top_p") or 1.0) < 1 or (get("top_k") or 0) > 0 or (get("min_p") or 0.0) > 0
+    cuts = (get("top_p") or 1.0) < 1 or (get("top_k") or 0) > 0 or (get("min_p") or 0.0) > 0
+    return cuts or bool(get("structured"))  # a form allows few tokens at each place
 
 
 def _rows(turns: Sequence[Turn], turn_advantages: Sequence[float], trajectory: tuple[int, str]) -> list[_Row]:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from artnb.errors import ArtnbError
-from artnb.ui.snapshot import reward_of, seconds_text
+from artnb.ui.snapshot import is_step, is_supervised, reward_of, seconds_text
 from artnb.ui.text import table_text
 
 
 def list_runs(root: Path) -> list[dict[str, Any]]:
-    """The runs under a folder: steps, last reward, and whether somebody is writing."""
+    """The runs under a folder: steps, the supervised among them, last reward, and who is writing."""
     return [_run_row(path.parent) for path in sorted(root.glob("*/run.json"))]
 
 
@@ -25,7 +25,9 @@ def _run_row(path: Path) -> dict[str, Any]:
     from artnb.store.owner import read_owner
 
     folder = RunFolder(path)
-    steps = [record for record in folder.metrics() if record.get("kind") == "train"]
+    steps = [record for record in folder.metrics() if is_step(record)]
+    supervised = [record for record in steps if is_supervised(record)]
+    reinforced = [record for record in steps if not is_supervised(record)]
     owner = read_owner(path / "owner.json")
     state = "free"
     if owner is not None:
@@ -34,7 +36,9 @@ def _run_row(path: Path) -> dict[str, Any]:
     return {
         "run": folder.name,
         "steps": folder.trained_steps,
-        "last reward": reward_of(steps[-1]) if steps else None,
+        "supervised": len(supervised),
+        "last sft loss": supervised[-1].get("loss") if supervised else None,
+        "last reward": reward_of(reinforced[-1]) if reinforced else None,
         "state": state,
     }
 

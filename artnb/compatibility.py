@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any, Literal
 
-from artnb.devices import Gpu, GpuProcess
+from artnb.devices import Gpu, GpuProcess, held_by_others
 from artnb.errors import require
 
 Severity = Literal["ok", "warning", "problem"]
@@ -65,6 +65,8 @@ class Facts:
     processes: Sequence[GpuProcess] = ()
     family: Sequence[int] = ()
     """This process and its children."""
+    own_bytes: int = 0
+    """What they hold of a card's memory."""
 
     def has(self, name: str) -> bool:
         return name in self.installed
@@ -93,10 +95,8 @@ def _torchcodec_pair(facts: Facts) -> str | None:
 
 
 def _others_on_gpu(facts: Facts) -> str | None:
-    others = [process for process in facts.processes if process.pid not in facts.family]
-    sizes = ("" if o.used is None else f", {o.used / 2**30:.1f} GiB" for o in others)
-    texts = [f"{o.pid} ({o.name}{size})" for o, size in zip(others, sizes, strict=True)]
-    return ", ".join(texts) or None
+    told = (held_by_others(card, facts.processes, facts.family, facts.own_bytes) for card in facts.gpus)
+    return ", ".join(filter(None, told)) or None
 
 
 def _late_unsloth(facts: Facts) -> bool:

@@ -12,6 +12,7 @@ from artnb.errors import ConfigurationError
 LossName = Literal["cispo", "ppo", "gspo", "reinforce", "dppo"]
 AdvantageName = Literal["mean", "grpo", "rloo"]
 AggregateName = Literal["token", "trajectory", "constant"]
+MaskName = Literal["none", "token", "sequence"]
 
 
 def _check(condition: bool, message: str) -> None:
@@ -95,7 +96,15 @@ class TrainConfig:
     arXiv 2503.20783)."""
     constant_tokens: int = 256
     ratio_cap: float = 5.0
-    """Upper bound of the ratio in cispo."""
+    """Upper bound of the ratio in cispo; 2 is usual where it only mends engine against trainer."""
+    mask: MaskName = "none"
+    """What is left out of any loss when the trained policy's probability over the sampling engine's lies
+    outside [mask_low, mask_high]. token: each token by its own ratio (as IcePop, arXiv 2510.18855);
+    sequence: whole rows by the geometric mean of their sampled tokens' ratios, which does not grow with
+    length. Early in a step the ratio is engine against trainer; later updates add the policy's change."""
+    mask_low: float = 0.5
+    mask_high: float = 2.0
+    """The defaults suit tokens. A row's mean is steadier: SkyRL advises 0.99 and 1.01 for long rows."""
     clip_low: float = 0.2
     clip_high: float = 0.28
     dppo_threshold: float = 0.2
@@ -123,7 +132,7 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        names = {"loss": LossName, "advantage": AdvantageName, "aggregate": AggregateName}
+        names = {"loss": LossName, "advantage": AdvantageName, "aggregate": AggregateName, "mask": MaskName}
         for name, literal in names.items():
             allowed = literal.__args__  # type: ignore[attr-defined]
             value = getattr(self, name)
@@ -131,6 +140,12 @@ class TrainConfig:
         _check(self.learning_rate > 0, f"learning_rate must be > 0, got {self.learning_rate}")
         _check(self.minibatches >= 1, f"minibatches must be >= 1, got {self.minibatches}")
         _check(0 <= self.credit_weight <= 1, f"credit_weight must be in [0, 1], got {self.credit_weight}")
+        _check(self.ratio_cap > 0, f"ratio_cap must be > 0, got {self.ratio_cap}")
+        _check(
+            0 <= self.mask_low < 1 < self.mask_high,
+            "mask_low must be in [0, 1) and mask_high > 1 (float('inf') for no limit), "
+            f"got {self.mask_low} and {self.mask_high}",
+        )
         _check(self.max_staleness >= 0, f"max_staleness must be >= 0, got {self.max_staleness}")
         _check(self.microbatch_tokens >= 1, "microbatch_tokens must be >= 1")
         _check(self.max_grad_norm > 0, "max_grad_norm must be > 0; use float('inf') for no limit")

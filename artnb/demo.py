@@ -22,7 +22,7 @@ from typing import Any
 from artnb.errors import ArtnbError, ConfigurationError, require
 from artnb.store import RunFolder
 from artnb.store.journal import write_atomically
-from artnb.ui.snapshot import number_text, reward_of, seconds_text
+from artnb.ui.snapshot import is_step, is_supervised, number_text, reward_of, seconds_text
 from artnb.ui.text import table_text
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -171,16 +171,17 @@ class _Follower:
     def catch_up(self) -> None:
         """Print the steps that were not printed yet."""
         with self._lock:
-            steps = [record for record in self.run.metrics() if record.get("kind") == "train"]
+            steps = [record for record in self.run.metrics() if is_step(record)]
             for record in steps[self._printed :]:
-                line = f"step {record.get('step')}: mean reward {_reward_text(record)}"
-                print(f"{'':>18}{line}", flush=True)
+                print(f"{'':>18}step {record.get('step')}: {_outcome(record)}", flush=True)
             self._printed = len(steps)
 
 
-def _reward_text(record: Mapping[str, Any]) -> str:
+def _outcome(record: Mapping[str, Any]) -> str:
+    if is_supervised(record):
+        return f"supervised, loss {number_text(record.get('loss'))}"
     skipped = f" (skipped: {record['skipped']})" if record.get("skipped") else ""
-    return number_text(reward_of(record)) + skipped
+    return f"mean reward {number_text(reward_of(record))}{skipped}"
 
 
 def _export(executed: Path) -> Path:

@@ -7,7 +7,8 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from artnb.ui.display import host
 _SMI = "nvidia-smi"
 _GPU_FIELDS = "index,uuid,name,memory.total,memory.free,driver_version,compute_cap"
 _PROCESS_FIELDS = "gpu_uuid,pid,process_name,used_memory"
-_MIB = 1 << 20
+_MIB, _GIB = 1 << 20, 1 << 30
+_CONTEXT = 512 << 20
 _GB = 10**9
 
 
@@ -102,9 +104,54 @@ def parse_processes(text: str) -> list[GpuProcess]:
     ]
 
 
+def used_card(cards: Sequence[Gpu], environment: Mapping[str, str] = os.environ) -> Gpu | None:
+    """The card that a model lives on: the first that ``CUDA_VISIBLE_DEVICES`` leaves to this process."""
+    first = environment.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    return next((c for c in cards if first and (first == str(c.index) or c.uuid.startswith(first))), None)
+
+
+def held_by_others(
+    card: Gpu, processes: Sequence[GpuProcess], family: Sequence[int], own: int = 0
+) -> str | None:
+    """Which other processes hold memory of a card, in words; None when there are none.
+
+    family: numbers of this process and its children. own: bytes that they hold. Containers hide the
+    processes of others: there, what is neither free nor ours says that there are some.
+    """
+    here = [process for process in processes if process.gpu == card.uuid]
+    others = [process for process in here if process.pid not in family]
+    if others:
+        sizes = ("" if o.used is None else f", {o.used / _GIB:.1f} GiB" for o in others)
+        return ", ".join(f"{o.pid} ({o.name}{size})" for o, size in zip(others, sizes, strict=True))
+    hidden = card.total - card.free - own
+    if here or hidden < _GIB:
+        return None
+    return f"one that this container does not show ({hidden / _GIB:.1f} GiB)"
+
+
+def own_bytes() -> int:
+    """Bytes of its card that this process holds: torch's, and a CUDA context."""
+    torch = sys.modules.get("torch")
+    return torch.cuda.memory_reserved() + _CONTEXT if torch and torch.cuda.is_initialized() else 0
+
+
+def busy_card() -> str | None:
+    """Who else holds memory of the card that a model would live on, and what to do; None if nobody."""
+    card = used_card(gpus())
+    who = card and held_by_others(card, gpu_processes(), (os.getpid(),), own_bytes())
+    if not card or not who:
+        return None
+    return (
+        f"GPU {card.index} ({card.name}) has {card.free / _GIB:.1f} of {card.total / _GIB:.1f} GiB free: "
+        f"another process holds memory there: {who}. Shut that kernel down, or: kill PID"
+    )
+
+
 def _lines(text: str, fields: str) -> list[list[str]]:
+    count = len(fields.split(","))
     rows = [[value.strip() for value in line.split(",")] for line in text.splitlines()]
-    return [row for row in rows if len(row) == len(fields.split(","))]
+    more = [(row, len(row) - count) for row in rows if len(row) >= count]  # commas in a process's name
+    return [[*row[:2], ", ".join(row[2 : 3 + extra]), *row[3 + extra :]] for row, extra in more]
 
 
 def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
@@ -116,17 +163,6 @@ def cores(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         period = read_if_there(cgroup / "cpu" / "cpu.cfs_period_us") or period
     limited = quota.isdigit() and int(quota) > 0  # -1 is no limit
     return max(1, min(allowed, math.ceil(int(quota) / int(period)))) if limited else allowed
-
-
-def memory_total(cgroup: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Bytes of main memory, within the limit of the container; None where the system does not say."""
-    found = []
-    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    for path in (cgroup / "memory.max", cgroup / "memory" / "memory.limit_in_bytes"):
-        if (limit := read_if_there(path)).isdigit():
-            found.append(int(limit))
-    return min(found, default=None)
 
 
 _QWEN_7B = {
@@ -161,6 +197,18 @@ def default_base(device: str | None = None, **about: Any) -> str:
     return choose_base(device, **about).name
 
 
+def base_for(device: str, trainer: str) -> tuple[str, dict[str, Any]]:
+    """The base of a Model that names none, and what its trainer is told so that it fits.
+
+    device: ``cpu`` or ``cuda``. trainer: ``peft`` or ``unsloth``, which alone loads in 4 bit.
+    """
+    if device == "cpu":
+        return choose_base("cpu").name, {}
+    choice = choose_base()
+    in_4bit = {"load_in_4bit": True} if choice.load_in_4bit and trainer == "unsloth" else {}
+    return choice.name, {"gradient_checkpointing": True} | in_4bit
+
+
 def choose_base(
     device: str | None = None,
     *,
@@ -189,7 +237,7 @@ def choose_base(
         return BaseChoice(str(found), in_4bit, f"{why}; attached to this notebook")
     if is_online is None:
         is_online = hub_answers if host() == "Kaggle" else lambda: True
-    if not is_online():
+    if not _is_cached(name) and not is_online():
         raise ConfigurationError(
             f"this notebook has no internet, so {name} cannot be fetched. Turn it on (Kaggle: Settings > "
             f'Internet), or attach the model (Add Input > Models > "{name}") and pass '
@@ -198,11 +246,15 @@ def choose_base(
     return _by_disk(name, size, in_4bit, why, disk_free)
 
 
+def _is_cached(name: str) -> bool:
+    return any(hub_cache().glob(f"models--Qwen--{name}/snapshots/*/*.safetensors"))
+
+
 def _by_disk(name: str, billions: float, in_4bit: bool, why: str, disk_free: int | None) -> BaseChoice:
-    """Weights in 16 bits where they have room on the disk, else the ones stored in 4 bits."""
+    """Weights in 16 bits where they have room on the disk or lie there already, else those in 4 bits."""
     room = free_at(hub_cache()) if disk_free is None else disk_free
     needed = round(billions * 2 * _GB * 1.1)
-    if room >= needed:
+    if room >= needed or _is_cached(name):
         return BaseChoice(f"Qwen/{name}", in_4bit, why)
     if in_4bit and room >= needed / 3:
         left = f"{why}; stored in 4 bit: the disk has {room / _GB:.0f} GB left"
@@ -214,35 +266,37 @@ def _by_disk(name: str, billions: float, in_4bit: bool, why: str, disk_free: int
 
 
 def _largest(device: str, context: int) -> tuple[str, float, bool]:
-    """Name, billions of parameters, and whether in 4 bit: the first whose plan fits, else 3B in 4 bit."""
+    """Name, billions of parameters, and whether in 4 bit: 7B if its plan fits with room left, on cards
+    of more than 20 GB if it fits at all, else 3B in 4 bit."""
     from artnb.memory import GPUS
 
-    size: str | int = device if device in GPUS else gpus()[0].total
-    for in_4bit in (True,) if device in ("T4", "gpu-small") else (False, True):
-        if fits_7b(size, context, in_4bit=in_4bit):
+    card = used_card(gpus())
+    size: str | int = device if device in GPUS or card is None else card.total
+    is_small = device in ("T4", "gpu-small")
+    for in_4bit, spare in ((True, 0.1),) if is_small else ((False, 0.1), (True, 0.1), (True, 0.0)):
+        if fits_7b(size, context, in_4bit=in_4bit, spare=spare):
             return "Qwen2.5-7B-Instruct", 7.6, in_4bit
     return "Qwen2.5-3B-Instruct", 3.1, True
 
 
-def fits_7b(device: str | int, context: int, *, in_4bit: bool) -> bool:
-    """Whether a 7B model's plan fits and leaves a tenth of the card: GPU plans are computed, not measured."""
+def fits_7b(device: str | int, context: int, *, in_4bit: bool, spare: float = 0.1) -> bool:
+    """Whether a 7B model's plan leaves this share of the card: GPU plans are computed, not measured."""
     from artnb.plan import plan
 
     planned = plan(_QWEN_7B, device, context=context, load_in_4bit=in_4bit, gradient_checkpointing=True)
-    return planned.left >= 0.1 * planned.setting.capacity
+    return planned.left >= spare * planned.setting.capacity
 
 
 def this_device() -> str:
     """``cpu``, a card's name as ``artnb.plan`` knows it, or ``gpu`` or ``gpu-small`` (< 20 GB)."""
     from artnb.memory import GPUS
 
-    found = gpus()
-    return device_name(found, GPUS) if found else "cpu"
+    card = used_card(gpus())
+    return device_name(card, GPUS) if card else "cpu"
 
 
-def device_name(found: Sequence[Gpu], known: dict[str, int]) -> str:
+def device_name(card: Gpu, known: Mapping[str, int]) -> str:
     """A card as ``artnb.plan`` knows it: by its name, and of two sizes the nearer."""
-    card = found[0]
     fitting = [name for name in known if name.split("-")[0] in card.name.replace("-", " ").split()]
     if fitting:
         return min(fitting, key=lambda name: abs(known[name] - card.total))

@@ -13,7 +13,8 @@ from artnb import compatibility, devices
 from artnb.bundled import BUNDLED, cache_root
 from artnb.compatibility import Facts, Finding
 from artnb.devices import Gpu, GpuProcess
-from artnb.memory import cpu_bytes
+from artnb.errors import ArtnbError
+from artnb.memory import cpu_bytes, cpu_total
 from artnb.report import machine
 from artnb.ui.display import front_end, host
 from artnb.ui.html import facts_html, table_html
@@ -94,6 +95,7 @@ def doctor() -> Diagnosis:
         gpus=devices.gpus(),
         processes=devices.gpu_processes(),
         family=(os.getpid(),),
+        own_bytes=devices.own_bytes(),
     )
     disks = free_space()
     memory = cpu_bytes()
@@ -115,14 +117,14 @@ def doctor() -> Diagnosis:
         "processor": _processor(torch, memory),
         "GPU": _gpu_facts(facts.gpus, facts.processes),
         "disk": {place: f"{free / _GIB:.1f} GiB free" for place, free in disks.items()},
-        "model": {"bundled": _bundled_state()},
+        "model": {"bundled": _bundled_state(), "suits this machine": _suiting_base()},
         "keys": _keys(os.environ),
     }
     return Diagnosis(sections, sorted(found, key=lambda finding: _ORDER[finding.severity]))
 
 
 def _processor(torch: Mapping[str, Any], memory: int) -> dict[str, str]:
-    total = devices.memory_total()
+    total = cpu_total()
     here = {"model": str(machine()["cpu"]), "cores usable": str(devices.cores())}
     if torch:
         native = [name for name in ("amx", "avx512_bf16") if torch[name]]
@@ -152,6 +154,13 @@ def _gpu_facts(gpus: Sequence[Gpu], processes: Sequence[GpuProcess]) -> dict[str
 def _bundled_state() -> str:
     cached = sorted(p for p in cache_root().glob(f"{BUNDLED}*") if (p / "config.json").is_file())
     return f"ready in {cached[-1]}" if cached else "not there yet; the first Model() fetches it"
+
+
+def _suiting_base() -> str:
+    try:
+        return devices.choose_base().why
+    except ArtnbError as error:  # no way to fetch one, or no transformers to plan it with
+        return str(error)
 
 
 def _keys(environment: Mapping[str, str]) -> dict[str, str]:

@@ -11,9 +11,10 @@ from statistics import NormalDist, fmean, stdev
 from typing import Any
 
 from artnb.environments import Environment
-from artnb.errors import ConfigurationError
+from artnb.errors import ConfigurationError, Stopped
 from artnb.gather import gather
-from artnb.types import Scenario, TrajectoryGroup
+from artnb.session import remember
+from artnb.types import Groups, Scenario, TrajectoryGroup
 from artnb.ui.html import esc, table_html
 from artnb.ui.text import table_text
 
@@ -61,6 +62,8 @@ class Evaluation:
     unscored: int = 0
     """Rollouts that nobody scored; they are in no mean."""
     policy_version: int | None = None
+    status: str = "complete"
+    """``complete``, ``interrupted``, ``stopped`` or ``timeout``: whether all of it was played."""
 
     @property
     def reward(self) -> Estimate:
@@ -71,7 +74,8 @@ class Evaluation:
         """What a reader must know beside the figures; empty when all went well."""
         left_out = [f"{self.failed} failed"] * bool(self.failed)
         left_out += [f"{self.unscored} not scored"] * bool(self.unscored)
-        return f"{' and '.join(left_out)}, in no mean" if left_out else ""
+        facts = [] if self.status == "complete" else [f"partial ({self.status})"]
+        return "; ".join([*facts, f"{' and '.join(left_out)}, in no mean"] if left_out else facts)
 
     def to_json(self) -> dict[str, Any]:
         record = dataclasses.asdict(self)
@@ -133,21 +137,24 @@ async def evaluate(
     """Play every scenario ``attempts`` times and report the mean reward; nothing is trained.
 
     policy: None for the current one, ``"base"`` for the untrained model, or a checkpoint such as
-    ``"step_000012"``. Other options go to ``gather``. Rollouts are kept in the run under ``split``.
+    ``"step_000012"``. Other options go to ``gather``. Rollouts are kept in the run under ``split``. After ■
+    the Evaluation of what was finished is on ``Interrupted.partial``, or returned with
+    ``on_interrupt="return"``; its ``status`` and ``note`` say that it is partial.
     """
     scenarios, started = list(scenarios), time.monotonic()
     player = model if policy in (None, "current") else PolicyOf(model, str(policy))
-    groups = await gather(
-        rollout, scenarios, model=player, group_size=attempts, split=split, **gather_options
-    )
-    return summarise(
-        name,
-        groups,
-        attempts=attempts,
-        scenarios=len(scenarios),
-        seconds=time.monotonic() - started,
-        policy_version=player.policy_version,
-    )
+
+    def summary(groups: Groups) -> Evaluation:
+        facts = {"attempts": attempts, "scenarios": len(scenarios), "policy_version": player.policy_version}
+        seconds = time.monotonic() - started
+        return remember(summarise(name, groups, seconds=seconds, status=groups.status, **facts))
+
+    try:
+        options = {"group_size": attempts, "split": split, **gather_options}
+        return summary(await gather(rollout, scenarios, model=player, **options))
+    except Stopped as error:
+        error.partial = summary(error.partial)
+        raise
 
 
 def evaluate_baseline(environment: Environment, name: str, scenarios: Iterable[Scenario]) -> Evaluation:

@@ -10,26 +10,22 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from artnb.attempts import Attempts, check_rollout, scenario_id
-from artnb.errors import ConfigurationError, Interrupted, TooManyFailures
+from artnb.errors import ConfigurationError, Interrupted, Stopped, TooManyFailures
 from artnb.gather_log import GatherLog
-from artnb.interrupts import watching
 from artnb.rewards import RewardFunction
+from artnb.session import remember, session
 from artnb.types import Failure, Groups, Trajectory, TrajectoryGroup
 
 Rollout = Callable[[Any, Any], Awaitable["Trajectory | list[Trajectory] | float | None"]]
 
 _GRACE_SECONDS = 5.0
 """How long a cancelled rollout may clean up before it is cancelled again."""
+_LAST_GRACE_SECONDS = 1.0
+"""The same after a second ■ or another cancellation of ``gather`` itself."""
+_PAUSE_SECONDS = 0.1
 _PATIENCE = 3
 """How often it is cancelled before gather goes on without it."""
 _Slot = tuple[int, int]  # index of the scenario, number of the attempt
-
-_last: Groups | None = None
-
-
-def last() -> Groups | None:
-    """What the latest ``gather`` of this process finished, also when it was interrupted or raised."""
-    return _last
 
 
 async def gather(
@@ -40,6 +36,7 @@ async def gather(
     group_size: int = 8,
     concurrency: int = 256,
     timeout: float | None = None,
+    time_limit: float | None = None,
     retries: int = 0,
     max_failures: int | float | None = 0.5,
     split: str = "train",
@@ -58,25 +55,30 @@ async def gather(
     max_failures: the number (int) or share (float) of attempts that may fail; None for no limit.
         One more cancels and awaits the others, and raises TooManyFailures.
     reward: scores finished trajectories that have no reward.
-    on_interrupt: after ■ ``raise`` Interrupted, or ``return`` the finished groups with that status.
+    time_limit: seconds for all of it; what has not finished by then is cancelled.
+    on_interrupt: after ■ ``raise`` Interrupted, after time_limit Stopped; or ``return`` the finished
+        groups with status ``interrupted`` or ``timeout``. Rollouts that are cut off leave nothing.
     seed: gives every attempt its own ``artnb.attempts.attempt_seed()``.
     """
     check_rollout(rollout)
     listed = _checked_scenarios(scenarios)
-    _check_options(group_size, concurrency, timeout, retries, reward, on_interrupt)
+    _check_counts(group_size=(group_size, 1), concurrency=(concurrency, 1), retries=(retries, 0))
+    _check_options(timeout, time_limit, reward, on_interrupt)
     attempts = Attempts(rollout, model, timeout, retries, reward, seed)
     allowed = _allowed_failures(max_failures, len(listed) * group_size)
     work = _Gathering(attempts, listed, group_size, concurrency, allowed, split)
-    groups = await work.run(progress=progress)
+    groups = await work.run(progress=progress, time_limit=time_limit)
     if work.problem is not None:
         raise work.problem
-    if groups.status == "interrupted" and on_interrupt == "raise":
-        raise Interrupted(
-            f"gather was interrupted: {work.done} of {work.total} rollouts are finished, on .partial and "
-            "artnb.last(). Model and run are ready for the next cell.",
-            partial=groups,
-        )
-    return groups
+    if groups.status == "complete" or on_interrupt == "return":
+        return groups
+    what = (
+        f"{work.done} of {work.total} rollouts are finished, on .partial and artnb.last(). Model and run are "
+        "ready for the next cell."
+    )
+    if groups.status == "timeout":
+        raise Stopped(f"gather reached its time_limit of {time_limit:g} s: {what}", partial=groups)
+    raise Interrupted(f"gather was interrupted: {what}", partial=groups)
 
 
 def _checked_scenarios(scenarios: Iterable[Any]) -> list[Any]:
@@ -90,23 +92,16 @@ def _checked_scenarios(scenarios: Iterable[Any]) -> list[Any]:
     return listed
 
 
-def _check_options(
-    group_size: int,
-    concurrency: int,
-    timeout: float | None,
-    retries: int,
-    reward: Any,
-    on_interrupt: str,
-) -> None:
-    for name, value, least in (
-        ("group_size", group_size, 1),
-        ("concurrency", concurrency, 1),
-        ("retries", retries, 0),
-    ):
+def _check_counts(**counts: tuple[int, int]) -> None:
+    for name, (value, least) in counts.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise ConfigurationError(f"{name} must be a whole number >= {least}, got {value!r}")
-    if timeout is not None and not timeout > 0:
-        raise ConfigurationError(f"timeout must be a number of seconds > 0, or None; got {timeout!r}")
+
+
+def _check_options(timeout: float | None, time_limit: float | None, reward: Any, on_interrupt: str) -> None:
+    for name, seconds in (("timeout", timeout), ("time_limit", time_limit)):
+        if seconds is not None and not seconds > 0:
+            raise ConfigurationError(f"{name} must be a number of seconds > 0, or None; got {seconds!r}")
     if reward is not None and not callable(reward):
         raise ConfigurationError(
             f"reward must be a function of a trajectory, or a Reward; got {type(reward).__name__}"
@@ -147,6 +142,7 @@ class _Gathering:
         self.allowed_failures = allowed_failures
         self.split = split
         self.problem: BaseException | None = None
+        self.is_late = False
         self.finished: dict[_Slot, list[Trajectory]] = {}
         self._failures: list[Failure] = []
         self._rewards: list[float] = []
@@ -161,25 +157,28 @@ class _Gathering:
     def done(self) -> int:
         return len(self.finished)
 
-    async def run(self, *, progress: bool) -> Groups:
+    async def run(self, *, progress: bool, time_limit: float | None) -> Groups:
         """Run everything; sets ``problem`` when there is something to raise afterwards."""
         from artnb.ui.display import Progress
 
-        global _last
         started = time.monotonic()
         bar = Progress(self.total, f"gather {self.split}", enabled=progress)
         cancelled: asyncio.CancelledError | None = None
-        async with watching(self._wake.set) as watch:
+        async with session(self._wake.set) as watch:
             self._watch = watch
+            await self._until_resumed()
+            timer = time_limit and asyncio.get_running_loop().call_later(time_limit, self._expire)
             try:
                 await self._work(bar)
             except asyncio.CancelledError as error:
                 cancelled = error
             except BaseException as error:  # raised once nothing runs any more
                 self.problem = error
+            finally:
+                if timer:
+                    timer.cancel()
             cancelled = await self._drain() or cancelled
-            groups = self._groups(self._status(cancelled), time.monotonic() - started)
-            _last = groups
+            groups = remember(self._groups(self._status(cancelled), time.monotonic() - started))
             self._log.event("gather", **self._facts(groups))
             cancelled = await self._log.close() or cancelled
             self.problem = self.problem or self._log.problem
@@ -191,6 +190,12 @@ class _Gathering:
         if cancelled is not None:
             raise cancelled
         return groups
+
+    async def _until_resumed(self) -> None:
+        """Wait while a person has paused the run; ■ ends the waiting as well."""
+        controls = getattr(getattr(self.attempts.model, "run", None), "controls", None)
+        while controls is not None and controls.paused and not self._watch.interrupted:
+            await asyncio.sleep(_PAUSE_SECONDS)
 
     def _facts(self, groups: Groups) -> dict[str, Any]:
         return {
@@ -206,14 +211,20 @@ class _Gathering:
     def _status(self, cancelled: asyncio.CancelledError | None) -> str:
         if self._watch.interrupted:
             return "interrupted"
-        return "stopped" if self.problem is not None or cancelled is not None else "complete"
+        if self.problem is not None or cancelled is not None:
+            return "stopped"
+        return "timeout" if self.is_late and self.done < self.total else "complete"
+
+    def _expire(self) -> None:
+        self.is_late = True
+        self._wake.set()
 
     # While it goes well
 
     async def _work(self, bar: Any) -> None:
         await self._reuse()
         waiting = self._waiting()
-        while not self._watch.interrupted and self.problem is None:
+        while not self._watch.interrupted and not self.is_late and self.problem is None:
             self._start(waiting)
             if not self._running:
                 return
@@ -290,15 +301,16 @@ class _Gathering:
         """Cancel what still runs and wait for it; returns a cancellation that came meanwhile."""
         cancelled: asyncio.CancelledError | None = None
         patience = _PATIENCE
+        self._collect()
         while self._running and patience > 0:
-            self._collect()
             fresh = [task for task in self._running if task not in self._cancelled]
             for task in fresh or list(self._running):
                 if task.cancel():
                     self._cancelled.add(task)
             patience -= 1
             try:
-                await asyncio.wait(self._running, timeout=_GRACE_SECONDS)
+                grace = _GRACE_SECONDS if cancelled is None else _LAST_GRACE_SECONDS
+                await asyncio.wait(self._running, timeout=grace)
             except asyncio.CancelledError as error:
                 patience = min(patience, 1) if cancelled is None else 0
                 cancelled = error

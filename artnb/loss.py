@@ -28,7 +28,9 @@ def cispo(
 ) -> tuple[Tensor, Tensor]:
     """REINFORCE weighted by the ratio, which is capped and carries no gradient: -sg(min(r, cap)) A log p.
 
-    Every token keeps a gradient, however far the policy has moved.
+    Every token keeps a gradient, however far the policy has moved. This is CISPO (MiniMax-M1, arXiv
+    2506.13585) without a lower bound, and so it is truncated importance sampling per token (Ionides 2008,
+    doi:10.1198/106186008X320456) for REINFORCE: there is no other name for that here.
     """
     ratio = log_ratio(logprobs_S, old_logprobs_S).detach().exp()
     return -ratio.clamp(max=config.ratio_cap) * advantages_S * logprobs_S, ratio > config.ratio_cap
@@ -57,11 +59,7 @@ def gspo(
     has one advantage, and right also where turns have advantages of their own. The paper's mean
     over sequences is ``aggregate="trajectory"``. Its clips are far narrower than PPO's (3e-4, 4e-4).
     """
-    difference = log_ratio(logprobs_S, old_logprobs_S).detach()
-    rows = int(row_S.max()) + 1 if len(row_S) else 0
-    totals = difference.new_zeros(rows).index_add_(0, row_S, difference)
-    counts = difference.new_zeros(rows).index_add_(0, row_S, torch.ones_like(difference))
-    of_row = (totals / counts)[row_S].exp()  # a row without tokens here is 0 / 0, and never looked up
+    of_row = _mean_of_row(log_ratio(logprobs_S, old_logprobs_S).detach(), row_S).exp()
     return _clipped(of_row * (logprobs_S - logprobs_S.detach()).exp(), advantages_S, config)
 
 
@@ -97,8 +95,9 @@ def token_loss(
     config: TrainConfig,
     base_logprobs_S: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss of each sampled token: the policy loss, the KL to the base, the entropy bonus.
+    """Loss of each sampled token: the policy loss, the KL to the base, the entropy bonus; 0 where masked.
 
+    Masked tokens still count in ``batch.loss_denominator``: leaving some out makes the others no louder.
     The second value holds one detached number a token, for ``summarize``.
     """
     loss_S, limited_S = LOSSES[config.loss](logprobs_S, old_logprobs_S, advantages_S, row_S, config)
@@ -117,7 +116,26 @@ def token_loss(
         raise ValueError("kl_coef > 0 needs the base model's logprobs")
     if config.entropy_coef:
         loss_S = loss_S - config.entropy_coef * entropy_S
+    if config.mask != "none":
+        masked_S = is_masked(logprobs_S, old_logprobs_S, row_S, config)
+        statistics["masked"] = masked_S
+        loss_S = torch.where(masked_S, 0.0, loss_S)
     return loss_S, statistics
+
+
+def is_masked(logprobs_S: Tensor, old_logprobs_S: Tensor, row_S: Tensor, config: TrainConfig) -> Tensor:
+    """Which tokens lie too far off the sampling policy to learn from, as ``config.mask`` says: (S,) bool.
+
+    ``token``: r outside [low, high], the mask of IcePop (arXiv 2510.18855). ``sequence``: exp(mean of
+    log r) over the sampled tokens of the row, all of its turns together, outside [low, high]: the row is
+    one context, so what went wrong in one turn is in what the next ones read. The geometric mean is that
+    of GSPO (arXiv 2507.18071). The product of a row's ratios would mask long rows for being long.
+    """
+    difference = log_ratio(logprobs_S, old_logprobs_S).detach()
+    if config.mask == "sequence":
+        difference = _mean_of_row(difference, row_S)
+    ratio = difference.exp()
+    return (ratio < config.mask_low) | (ratio > config.mask_high)
 
 
 def objective(loss_S: Tensor, weights_S: Tensor, denominator: float) -> Tensor:
@@ -144,7 +162,8 @@ def summarize(statistics: Iterable[Mapping[str, Tensor]], config: TrainConfig) -
 
     ``kl_k1`` and ``kl_k3`` estimate KL(sampling policy || trained policy). ``fraction_capped`` is the
     share of ratios above ``ratio_cap``, ``fraction_clipped`` of tokens that the chosen loss bounded
-    or stopped. ``logprob_gap`` is engine against trainer, true before the step's first update.
+    or stopped, ``fraction_masked`` of those left out by ``config.mask``. ``logprob_gap`` is engine against
+    trainer, true before the step's first update.
     """
     parts = list(statistics)
     if not parts or not sum(len(part["gap"]) for part in parts):
@@ -166,7 +185,17 @@ def summarize(statistics: Iterable[Mapping[str, Tensor]], config: TrainConfig) -
     }
     if "kl_base" in tokens:
         metrics["kl_base"] = tokens["kl_base"].mean()
+    if "masked" in tokens:
+        metrics["fraction_masked"] = tokens["masked"].mean()
     return {name: float(value) for name, value in metrics.items()}
+
+
+def _mean_of_row(values_S: Tensor, row_S: Tensor) -> Tensor:
+    """For each token the mean over the tokens of its row."""
+    rows = int(row_S.max()) + 1 if len(row_S) else 0
+    totals = values_S.new_zeros(rows).index_add_(0, row_S, values_S)
+    counts = values_S.new_zeros(rows).index_add_(0, row_S, torch.ones_like(values_S))
+    return (totals / counts)[row_S]  # a row without tokens here is 0 / 0, and never looked up
 
 
 def _clipped(ratio_S: Tensor, advantages_S: Tensor, config: TrainConfig) -> tuple[Tensor, Tensor]:

@@ -13,8 +13,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from artnb.architecture import Architecture
-from artnb.config import LoraConfig
+from artnb.architecture import Architecture, architecture
+from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import ConfigurationError
 
 Phase = Literal["held", "sampling", "training"]
@@ -37,15 +37,27 @@ _RUNTIME = {"cpu": 380 << 20, "gpu": 1536 << 20}
 graphs, an allowance that was not measured."""
 _PEFT_LOADS = {"bitsandbytes": 70 << 20, "torchao": 70 << 20}
 """What peft imports besides where it is installed; measured for both together."""
+_VLLM = 200 << 20
+"""What importing and making a vLLM engine takes on a CPU besides weights and cache; measured."""
 _HOLES = {"one": 0.2, "several": 0.4}
 """Share of the training step's memory that the CPU's allocator loses between what is in use: measured
 1.2 for one micro-batch in a step, 1.4 to 1.55 for several."""
 _PREFILL = 2048
 """Prompt tokens that an engine reads in one forward."""
-_LOGITS = 512
-"""Rows of logits that the trainer holds at a time."""
+_LOGITS = 256
+"""Rows of logits that the trainer holds at a time: logprobs.CHUNK."""
+_SCORES, _SCORES_ON_GPU, _BLOCK = 2**21, 2**26, 32
+"""Attention scores that the trainer holds at a time, and fewest queries of a block: attention.py's."""
 _FIRST_SLOT = 256
 """Tokens of a TorchEngine slot; they double until a sequence fits."""
+_CGROUP = Path("/sys/fs/cgroup")
+_LIMITS = (
+    ("memory.max", "memory.current", "memory.stat"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+)
+"""A container's limit, what of it is used, and for what: in cgroups of the second and the first kind."""
+_SPARE = 0.05
+"""Share of a GPU that a cache cut to fit leaves free: these figures are computed, not measured."""
 
 
 @dataclass(frozen=True)
@@ -78,13 +90,32 @@ class Setting:
     """Tokens at its start that the members of a group share."""
     sampled: int
     """Tokens of a trajectory that the model writes."""
-    group_size: int
-    groups: int
-    load_in_4bit: bool
-    microbatch_tokens: int
-    kv_bytes: int | None
-    max_running: int
-    gradient_checkpointing: bool
+    group_size: int = 8
+    groups: int = 8
+    load_in_4bit: bool = False
+    microbatch_tokens: int = TrainConfig.microbatch_tokens
+    kv_bytes: int | None = None
+    """Room for keys and values that is asked for; None: as much as is of use and there is."""
+    max_running: int = 128
+    gradient_checkpointing: bool = False
+    shared_weights: bool | None = None
+    """Whether engine and trainer use one copy of the base; None: where Unsloth can have it so."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        *,
+        context: int = 4096,
+        prompt: int | None = None,
+        sampled: int | None = None,
+        **rest: Any,
+    ) -> Setting:
+        """The setting of a configuration as ``architecture.read_config`` gives it. Half the context is a
+        shared prompt where nothing else is said, and all the rest is sampled."""
+        prompt = context // 2 if prompt is None else prompt
+        sampled = context - prompt if sampled is None else sampled
+        return cls(architecture=architecture(config), context=context, prompt=prompt, sampled=sampled, **rest)
 
     def with_context(self, context: int) -> Setting:
         """The same for another length, cut into prompt and sampled tokens in the same shares."""
@@ -135,7 +166,8 @@ class Setting:
     @property
     def shares_weights(self) -> bool:
         """Engine and trainer use the same base weights: Unsloth's vLLM on a GPU."""
-        return self.engine == "vllm" and self.trainer == "unsloth" and self.on_gpu
+        can = self.engine == "vllm" and self.trainer == "unsloth" and self.on_gpu
+        return can if self.shared_weights is None else can and self.shared_weights
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
@@ -147,10 +179,12 @@ class Setting:
             found.append(Item("allocator", lost, "training", how))
         device = "gpu" if self.on_gpu else "cpu"
         what = "CUDA context, workspaces (an allowance)" if self.on_gpu else "Python, torch, transformers"
-        beside = 0 if self.on_gpu else sum(size for name, size in _PEFT_LOADS.items() if find_spec(name))
+        beside = 0
+        if not self.on_gpu:
+            beside = sum(size for name, size in _PEFT_LOADS.items() if find_spec(name))
+            beside += _VLLM * (self.engine == "vllm")
         found.append(Item("runtime", _RUNTIME[device] + beside, "held", what))
-        rest = _sum(found, "held") + _sum(found, "sampling")
-        found.append(_kv_cache(self, self.capacity - rest))
+        found.append(_kv_cache(self, found))
         return tuple(item for item in found if item.bytes)
 
     @property
@@ -184,7 +218,7 @@ def _weights(setting: Setting) -> list[Item]:
     small = ", linear layers in 4 bit" if setting.load_in_4bit else ""
     how = f"{a.parameters:,} parameters in {setting.dtype}{small}"
     items = [Item("base weights", weight_bytes(setting), "held", how)]
-    if setting.trainer == "peft" and not setting.load_in_4bit:
+    if setting.trainer == "peft" or not setting.on_gpu:  # on a GPU Unsloth's layers read the factors
         merged = sum(x.weights for x in a.targets(setting.lora)) * size
         items.append(
             Item("merged weights", merged, "held", "W + scale * B @ A of each target, for the trainer")
@@ -194,16 +228,22 @@ def _weights(setting: Setting) -> list[Item]:
         how = "linear and output layers in oneDNN's order, for the engine"
         items.append(Item("packed weights", packed * size, "held", how))
     if setting.engine == "vllm" and not setting.shares_weights:
-        how = "a second copy: vLLM does not share weights with this trainer"
-        items.append(Item("engine weights", weight_bytes(setting), "held", how))
+        how = "a second copy of the base: vLLM does not share weights with this trainer"
+        copy = a.parameters
+        if not setting.on_gpu:
+            copy += 2 * a.embedding
+            how += "; embedding and output layer are packed besides"
+        items.append(Item("engine weights", copy * size, "held", how))
     return items
 
 
 def _adapter(setting: Setting) -> list[Item]:
     count = setting.architecture.adapter_parameters(setting.lora)
     ranks = f"{count:,} parameters, rank {setting.lora.rank}"
+    room = setting.itemsize * count if setting.engine == "vllm" and setting.on_gpu else 0
     return [
         Item("adapter", 8 * count, "held", f"{ranks}, float32, trained and published"),
+        Item("engine's adapter", room, "held", f"vLLM's own, {setting.dtype}"),
         Item("optimizer", 8 * count, "held", "AdamW: two float32 for each"),
         Item("gradients", 4 * count, "training", "float32"),
         Item("undo", 12 * count, "training", "adapter and optimizer as they were before the step"),
@@ -212,7 +252,7 @@ def _adapter(setting: Setting) -> list[Item]:
 
 def _training(setting: Setting) -> list[Item]:
     a, size, tokens = setting.architecture, setting.itemsize, setting.batch_tokens
-    layer = saved_bytes(a, size)
+    layer = saved_bytes(a, size, lean=setting.trainer == "peft")
     if setting.gradient_checkpointing:
         saved, how = tokens * (a.layers * a.hidden * size + layer), "one hidden state a layer, one layer open"
     else:
@@ -221,24 +261,28 @@ def _training(setting: Setting) -> list[Item]:
     items = [Item("activations", saved, "training", f"{tokens:,} tokens * ({how})")]
     own = min(tokens - setting.shared, setting.group_size * (setting.context - setting.shared))
     seen = max(own * setting.context if setting.shared else setting.context**2, setting.shared**2)
-    how = "heads * queries * keys * 4 float32, one layer at a time"
-    items.append(Item("attention scores", 16 * a.heads * seen, "training", how))
+    most = max(_SCORES_ON_GPU if setting.on_gpu else _SCORES, a.heads * _BLOCK * setting.context)
+    scores, each = min(a.heads * seen, most), 8 if size == 4 else 2 * size + 8
+    how = f"{scores:,} at a time * {each} bytes: scores and their gradients"
+    items.append(Item("attention scores", scores * each, "training", how))
     rows = min(_LOGITS, setting.batch_sampled)
     logits = rows * a.vocabulary * (size + 8) + 3 * setting.batch_sampled * a.hidden * size
     items.append(Item("sampled logits", logits, "training", f"{rows} * vocabulary * {size + 8} bytes"))
     return items
 
 
-def saved_bytes(a: Architecture, itemsize: int) -> int:
+def saved_bytes(a: Architecture, itemsize: int, *, lean: bool) -> int:
     """Bytes a token that one layer keeps for its backward pass.
 
-    8 H for the two norms' float32 inputs; the inputs of the linear layers (2 H + Q + 4 I, with the
-    gate before and after its activation), and queries, keys and values (Q + 2 K) in the model's dtype;
-    4 (Q + K) where queries and keys are normed.
+    In the model's dtype: the inputs of the linear layers (2 H + Q, and 4 I with the gate before and
+    after its activation), queries, keys and values (Q + 2 K). In float32: the two norms' inputs (8 H),
+    and queries and keys where they are normed. lean: norms keep their input as it is, and a gated
+    feed-forward its two projections alone (2 I), as PeftTrainer has it.
     """
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    linear = 2 * a.hidden + 2 * queries + 2 * keys + 4 * a.mlp_width
-    return 8 * a.hidden + itemsize * linear + 4 * (queries + keys) * a.normed_heads
+    linear = 2 * a.hidden + 2 * queries + 2 * keys + (2 if lean else 4) * a.mlp_width
+    normed = 2 * a.hidden + (queries + keys) * a.normed_heads
+    return itemsize * linear + (itemsize if lean else 4) * normed
 
 
 def _working(setting: Setting) -> Item:
@@ -287,7 +331,7 @@ def kv_sequences(setting: Setting) -> int:
     return max(1, min(setting.sequences, room // kv_per_sequence(setting)))
 
 
-def _kv_cache(setting: Setting, left: int) -> Item:
+def _kv_cache(setting: Setting, others: list[Item]) -> Item:
     a = setting.architecture
     token = a.layers * a.kv_elements * setting.itemsize
     if a.latent:
@@ -299,12 +343,54 @@ def _kv_cache(setting: Setting, left: int) -> Item:
         count = kv_sequences(setting)
         how = f"{count} slots of {_slot_tokens(setting):,} tokens, {formula}"
         return Item("KV cache", count * one + prompts, "held", how)
+    spare = int(_SPARE * setting.capacity) if setting.on_gpu else 0
+    left = setting.capacity - spare - _sum(others, "held")
+    asleep, awake = (left - _sum(others, phase) for phase in ("sampling", "training"))
+    awake = min(asleep, awake)
     wanted = setting.kv_bytes or setting.sequences * one + prompts
+    phase: Phase
+    if wanted <= awake or not setting.on_gpu:
+        room, phase, ending = awake, "held", ""
+    else:
+        room, phase, ending = asleep, "sampling", "; freed while the trainer steps"
     least = a.kv_bytes(setting.context, setting.itemsize)
-    phase: Phase = "sampling" if setting.on_gpu else "held"
-    asleep = "; freed while the trainer steps" if setting.on_gpu else ""
-    size = wanted if setting.kv_bytes else max(least, min(wanted, left))
-    return Item("KV cache", size, phase, f"{formula}{asleep}")
+    size = wanted if setting.kv_bytes else max(least, min(wanted, room))
+    return Item("KV cache", size, phase, f"{formula}{ending}")
+
+
+@dataclass(frozen=True)
+class EngineBudget:
+    """What an engine may take, so that it and the trainer fit one device."""
+
+    kv_bytes: int
+    """For keys and values: vLLM's ``kv_cache_memory_bytes``."""
+    sleeps: bool
+    """Whether these have to be freed while the trainer steps. Never on a CPU."""
+    engine_bytes: int
+    """Keys and values with everything else that an engine counts as its own: one copy of the weights,
+    its forward pass, the CUDA context. Over the card's memory it is vLLM's ``gpu_memory_utilization``."""
+    sequences: int
+    """Trajectories of the whole context that they hold at once."""
+    weight_copies: int
+    """Copies of the base weights on this device: 2 where engine and trainer do not share them."""
+
+
+def engine_budget(setting: Setting) -> EngineBudget:
+    """How large vLLM's cache may be, and whether it has to sleep while the trainer steps.
+
+    The cache is as large as the trajectories of a step need. It stays where that fits beside a training
+    step; where it does not, a GPU's engine sleeps then and the cache takes what sampling leaves, at
+    least one trajectory of the whole context, even if ``setting.fits`` is False then.
+    """
+    (cache,) = (item for item in setting.items if item.name == "KV cache")
+    own = sum(setting.bytes_of(name) for name in ("engine's forward", "runtime"))
+    return EngineBudget(
+        kv_bytes=cache.bytes,
+        sleeps=cache.phase == "sampling",
+        engine_bytes=cache.bytes + own + (setting.bytes_of("engine weights") or weight_bytes(setting)),
+        sequences=kv_sequences(setting),
+        weight_copies=1 + bool(setting.bytes_of("engine weights")),
+    )
 
 
 def machine() -> tuple[str, int]:
@@ -319,21 +405,29 @@ def machine() -> tuple[str, int]:
     return "cpu", cpu_bytes()
 
 
-def cpu_bytes() -> int:
+def cpu_bytes(cgroup: Path = _CGROUP) -> int:
     """Main memory that is free or this process's own, within the limit of its container."""
     own = process_bytes()[0] or 0
     sources = {line.split(":")[0]: line.split()[1] for line in read_if_there("/proc/meminfo").splitlines()}
-    if "MemAvailable" in sources:
-        free = int(sources["MemAvailable"]) * 1024 + own
-    elif "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    else:
+    total = cpu_total(cgroup)
+    free = int(sources["MemAvailable"]) * 1024 + own if "MemAvailable" in sources else total
+    if free is None or total is None:
         raise ConfigurationError("this system does not say how much memory it has; pass device=bytes")
-    limit = read_if_there("/sys/fs/cgroup/memory.max")
-    if limit.isdigit():
-        used = int(read_if_there("/sys/fs/cgroup/memory.current") or 0)
-        free = min(free, int(limit) - used + own)
+    for limit, used, stat in _LIMITS:
+        if (most := read_if_there(cgroup / limit)).isdigit():
+            kinds = dict(line.split() for line in read_if_there(cgroup / stat).splitlines())
+            cached = int(kinds.get("inactive_file", 0))  # pages of files, which give way
+            free = min(free, int(most) - int(read_if_there(cgroup / used) or 0) + cached + own)
     return free
+
+
+def cpu_total(cgroup: Path = _CGROUP) -> int | None:
+    """All main memory, within the limit of the container; None where the system does not say."""
+    found = []
+    if "SC_PHYS_PAGES" in getattr(os, "sysconf_names", {}):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    limits = [read_if_there(cgroup / limit) for limit, *_ in _LIMITS]
+    return min([*found, *(int(limit) for limit in limits if limit.isdigit())], default=None)
 
 
 def process_bytes() -> tuple[int | None, int | None]:

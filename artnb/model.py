@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
+import warnings
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -39,7 +40,8 @@ _live: dict[Path, Model] = {}
 class Model:
     """A language model in this kernel that can be sampled and trained.
 
-    base: None for the bundled SmolLM2-135M-Instruct, a Hugging Face id, or a local folder.
+    base: a Hugging Face id, a local folder, or None for what suits this machine: on a CPU the bundled
+    SmolLM2-135M-Instruct, on a GPU the Qwen2.5-Instruct that ``artnb doctor`` names.
     run, root: name and parent folder of the run; a run that exists is resumed at its latest
     checkpoint. Making the same model again returns the live one; with another configuration the
     old one is closed first. init_from: name of a run under ``root``, or a checkpoint folder, whose
@@ -47,9 +49,11 @@ class Model:
     native here. engine: ``torch`` or ``vllm``; trainer: ``peft`` or ``unsloth``; None takes the first of
     each on a CPU, the second on a GPU. engine_kwargs: passed on to the engine, for example
     ``{"max_running": 64}``. trainer_kwargs: ``gradient_checkpointing``, ``optimizer`` ("adamw" or
-    "adamw_8bit"), and for Unsloth what its ``from_pretrained`` takes, such as ``load_in_4bit``. backend: any
-    ``Backend`` instead of the one in this kernel, for example ``FakeBackend()``. keep_checkpoints:
-    how many of the latest checkpoints stay on disk.
+    "adamw_8bit"), ``full_finetuning`` (no adapter: the weights of all layers learn, for small models and
+    with about a tenth of an adapter's learning rate), and for Unsloth what its ``from_pretrained`` takes,
+    such as ``load_in_4bit``. template_kwargs: variables of the chat template, for example
+    ``{"enable_thinking": False}``. backend: any ``Backend`` instead of the one in this kernel, for example
+    ``FakeBackend()``. keep_checkpoints: how many of the latest checkpoints stay on disk.
 
     Raises RunInUse, RunMismatch, CheckpointError, MissingDependency, ConfigurationError.
     """
@@ -79,6 +83,7 @@ class Model:
         trainer: str | None = None,
         engine_kwargs: Mapping[str, Any] | None = None,
         trainer_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
         init_from: str | Path | None = None,
         backend: Any = None,
         takeover: bool = False,
@@ -109,7 +114,9 @@ class Model:
             self._resume()
             if source is not None:
                 self.run.record_event("initialised", source=str(source))
-            renderer = make_renderer(self.backend.tokenizer, self.backend.base_model)
+            renderer = make_renderer(
+                self.backend.tokenizer, self.backend.base_model, template_kwargs=template_kwargs
+            )
             self.app = ChatApp(self.backend, renderer, model_name=self.name, sampling=self.sampling)
         except BaseException:
             if opened is not None:
@@ -120,21 +127,30 @@ class Model:
         _live[self.run.path] = self
 
     def _load(self, base: str | Path | None, lora: LoraConfig, **options: Any) -> Any:
-        name = BUNDLED if base is None else str(base)
-        started, live = time.monotonic(), Live()
-        live.update(f"Loading {esc(name)} ...", f"Loading {name} ...")
         require("torch", extra="cpu", why="to run a model in this kernel")
         from artnb.backends.local import LocalBackend
         from artnb.backends.stack import choose, prepare
+        from artnb.devices import base_for, busy_card
+        from artnb.memory import machine
 
-        prepare(
-            choose(options["trainer"], options["engine"])
-        )  # before the bundled model imports transformers
+        trainer_kwargs = dict(options.pop("trainer_kwargs") or {})
+        stack = choose(options["trainer"], options["engine"])
+        if stack.device == "cuda" and (message := busy_card()):
+            warnings.warn(message, stacklevel=3)
+        if base is None:
+            base, chosen = base_for(stack.device, stack.trainer)
+            trainer_kwargs = chosen | trainer_kwargs
+        name, started, live = str(base), time.monotonic(), Live()
+        live.update(f"Loading {esc(name)} ...", f"Loading {name} ...")
+        full = trainer_kwargs.get("full_finetuning")
+        prepare(stack)  # before the bundled model imports transformers
         loaded = LocalBackend(
-            bundled_model() if base is None else base,
+            bundled_model() if name == BUNDLED else base,
             lora,
             base_name=name,
             checkpoint=self._checkpoint_folder,
+            memory_bytes=machine()[1] if full else None,
+            trainer_kwargs=trainer_kwargs,
             **options,
         )
         done = f"Loaded {name} in {seconds_text(time.monotonic() - started)}"
@@ -235,13 +251,15 @@ class Model:
             "policy version": self.policy_version,
         }
         if "trainable_parameters" in about:
-            facts["adapter"] = (
-                f"LoRA rank {about['identity']['adapter']['rank']}, "
-                f"{about['trainable_parameters'] / 1e6:.1f} M of {about['parameters'] / 1e6:.0f} M parameters"
-            )
+            adapter = about["identity"]["adapter"]
+            kind = "all weights" if adapter is None else f"LoRA rank {adapter['rank']}"
+            sizes = f"{about['trainable_parameters'] / 1e6:.1f} M of {about['parameters'] / 1e6:.0f} M"
+            facts["adapter" if adapter else "trains"] = f"{kind}, {sizes} parameters"
             facts["runs on"] = f"{about['device']}, {about['dtype']}, {about['threads']} threads"
             facts["stack"] = f"{about['trainer']} trains, {about['engine']} samples"
         facts["context"] = f"{self.backend.max_context} tokens"
+        if unsure := self.app.renderer.not_guaranteed:
+            facts["not guaranteed by this chat template"] = "; ".join(unsure)
         return facts
 
     def __repr__(self) -> str:
@@ -261,7 +279,7 @@ def _given(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
 def _adapter_folder(source: str | Path, root: Path, identity: Mapping[str, Any]) -> Path:
     """The checkpoint folder that ``init_from`` means: a folder, or a run's latest checkpoint."""
     folder = Path(source)
-    if (folder / "adapter_model.safetensors").is_file():
+    if any((folder / name).is_file() for name in ("adapter_model.safetensors", "optimizer.safetensors")):
         return folder
     for path in (folder, root / folder):
         if (path / "run.json").is_file():
@@ -273,7 +291,7 @@ def _adapter_folder(source: str | Path, root: Path, identity: Mapping[str, Any])
             if changed:
                 raise RunMismatch(f"init_from: run {path} was made with {'; '.join(changed)}")
             return latest.path
-    raise CheckpointError(f"init_from: {source} is neither a run under {root} nor a folder with an adapter")
+    raise CheckpointError(f"init_from: {source} is neither a run under {root} nor a checkpoint folder")
 
 
 def _blocking(work: Coroutine[Any, Any, T]) -> T:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from artnb import memory
-from artnb.architecture import architecture, read_config
+from artnb.architecture import read_config
 from artnb.bundled import BUNDLED
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import ConfigurationError
@@ -80,9 +80,9 @@ def plan(
     kind, capacity = _device(device)
     on_gpu = kind != "cpu"
     config = read_config(_BUNDLED_CONFIG if base is None else base)
-    setting = Setting(
+    setting = Setting.of(
+        config,
         base=_name(base, config),
-        architecture=architecture(config),
         device=kind,
         capacity=capacity,
         dtype=_dtype(dtype, kind),
@@ -90,17 +90,16 @@ def plan(
         trainer=_one_of("trainer", trainer or ("unsloth" if on_gpu else "peft"), ("peft", "unsloth")),
         lora=lora or LoraConfig(),
         context=context,
-        prompt=context // 2 if prompt is None else prompt,
-        sampled=0,
+        prompt=prompt,
+        sampled=sampled,
         group_size=group_size,
         groups=groups,
         load_in_4bit=load_in_4bit,
-        microbatch_tokens=microbatch_tokens or TrainConfig().microbatch_tokens,
+        microbatch_tokens=microbatch_tokens or TrainConfig.microbatch_tokens,
         kv_bytes=kv_bytes,
         max_running=max_running,
         gradient_checkpointing=gradient_checkpointing,
     )
-    setting = replace(setting, sampled=context - setting.prompt if sampled is None else sampled)
     _check(setting)
     return Plan(setting, sampled_per_second, trained_per_second)
 
@@ -161,6 +160,8 @@ def _check(setting: Setting) -> None:
         raise ConfigurationError(
             "load_in_4bit needs a GPU: bitsandbytes has no such kernels for training here"
         )
+    if setting.load_in_4bit and setting.trainer != "unsloth":
+        raise ConfigurationError('load_in_4bit needs trainer="unsloth": the peft trainer does not quantise')
     setting.architecture.targets(setting.lora)
 
 
@@ -171,6 +172,8 @@ class Plan:
     setting: Setting
     sampled_per_second: float | None = None
     trained_per_second: float | None = None
+    other_seconds: float = 0.0
+    """Of a step, for publication and checkpoint."""
 
     @property
     def items(self) -> tuple[Item, ...]:
@@ -213,7 +216,7 @@ class Plan:
             return None
         tokens = self.tokens_per_step
         sampling = tokens["sampled"] / self.sampled_per_second
-        return (sampling + tokens["packed"] / self.trained_per_second) / 60
+        return (sampling + tokens["packed"] / self.trained_per_second + self.other_seconds) / 60
 
     @property
     def concurrency(self) -> int:
@@ -278,7 +281,12 @@ class Plan:
             + ", ".join(i.name for i in self.items if i.name.endswith("weights"))
         ]
         if s.shares_weights:
-            notes.append("engine and trainer share one copy of the base (Unsloth's fast_inference)")
+            notes.append('one copy of the base for both: Model(trainer_kwargs={"fast_inference": True})')
+        elif second := s.bytes_of("engine weights"):
+            notes.append(
+                f"two copies of the base weights: vLLM holds {size_text(second)} of its own; it shares the "
+                'trainer\'s only on a GPU, with trainer="unsloth", trainer_kwargs={"fast_inference": True}'
+            )
         if s.load_in_4bit and s.architecture.experts:
             notes.append(f"routed experts stay in {s.dtype}: bitsandbytes makes only linear layers small")
         if s.architecture.experts and s.lora.targets == "all-linear":
@@ -291,10 +299,9 @@ class Plan:
 
     def compare(self, model: Any) -> Comparison:
         """This plan beside what a loaded model really holds. model: a ``Model`` or its backend."""
-        from artnb.measure import Comparison, measure
+        from artnb.measure import compare
 
-        now, most = memory.process_bytes()
-        return Comparison(self, measure(getattr(model, "backend", model)), now, most)
+        return compare(self, model)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: every item and every answer."""
@@ -344,8 +351,8 @@ class Plan:
             "at once": f"{self.concurrency} trajectories, {self.largest_concurrency} would fit",
             "longest context": f"{self.longest_context:,} tokens",
         }
-        if self.minutes_per_step is not None:
-            facts["expected"] = f"{seconds_text(60 * self.minutes_per_step)} a step"
+        minutes = self.minutes_per_step
+        facts["expected"] = "not measured yet" if minutes is None else f"{seconds_text(60 * minutes)} a step"
         facts |= {f"note {i}": note for i, note in enumerate(self.notes, 1)}
         return facts | {f"advice {i}": line for i, line in enumerate(self.advice, 1)}
 
@@ -369,7 +376,7 @@ def _share_weights(s: Setting) -> Changes:
 
 
 def _four_bits(s: Setting) -> Changes:
-    if s.on_gpu and not s.load_in_4bit:
+    if s.on_gpu and s.trainer == "unsloth" and not s.load_in_4bit:
         yield "load_in_4bit=True", replace(s, load_in_4bit=True)
 
 

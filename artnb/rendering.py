@@ -8,26 +8,36 @@ the exact tokens of the conversation so far, so that a model's own turns are nev
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import uuid
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from artnb.chat_template import UnknownTemplateWarning, inspect_template, plain_message
 from artnb.errors import ConfigurationError, RequestError
-from artnb.prompt_memory import PromptMemory, text_of
-from artnb.tool_calls import make_call, native_parser, parse_hermes, tools_as_text
+from artnb.prompt_memory import PromptMemory
+from artnb.tool_calls import CALL_MARKUP, Parser, make_call
 from artnb.types import Message
 
-__all__ = ["ParsedMessage", "PromptMemory", "Renderer", "TemplateRenderer", "TypedRenderer", "make_renderer"]
+__all__ = [
+    "ParsedMessage",
+    "PromptMemory",
+    "Renderer",
+    "TemplateRenderer",
+    "TypedRenderer",
+    "UnknownTemplateWarning",
+    "make_renderer",
+]
 
 Tools = Sequence[dict[str, Any]]
 _PLACEHOLDER = "ARTNB-OWN-TURN"
 _THINKING = "ARTNB-EARLIER-THINKING"
+_RESULT: Message = {"role": "tool", "tool_call_id": "artnb0000", "content": "?"}
 _ENDS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>")
-_MARKUP = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>"}
+_MARKUP = {"<think>", "</think>"} | CALL_MARKUP
 
 
 @dataclass(frozen=True)
@@ -48,6 +58,8 @@ class Renderer(Protocol):
     """Token ids that end an assistant turn."""
     scope: str
     """Unique to this renderer: tokens of another one never continue its conversations."""
+    not_guaranteed: tuple[str, ...]
+    """What no test covers for this model's template, in sentences; empty for the families tested."""
 
     def render(
         self, messages: Sequence[Message], tools: Tools | None = None, *, add_generation_prompt: bool = True
@@ -84,15 +96,30 @@ class Renderer(Protocol):
         ...
 
 
-def make_renderer(tokenizer: Any, base_model: str = "") -> Renderer:
-    """The best renderer for this tokenizer; ``base_model`` is a Hugging Face id or a folder."""
-    return _typed_renderer(tokenizer, base_model) or TemplateRenderer(tokenizer)
+def make_renderer(
+    tokenizer: Any, base_model: str = "", *, template_kwargs: Mapping[str, Any] | None = None
+) -> Renderer:
+    """The best renderer for this tokenizer; ``base_model`` is a Hugging Face id or a folder.
+
+    ``template_kwargs`` are variables of the chat template, such as ``enable_thinking=False``; with
+    them the template itself writes. Warns with UnknownTemplateWarning of what is not guaranteed.
+    """
+    typed = None if template_kwargs else _typed_renderer(tokenizer, base_model)
+    if typed is not None:
+        return typed
+    renderer = TemplateRenderer(tokenizer, template_kwargs)
+    if renderer.not_guaranteed:
+        limits = "; ".join(renderer.not_guaranteed)
+        name = base_model or getattr(tokenizer, "name_or_path", "") or "this tokenizer"
+        message = f"the chat template of {name} is not fully covered: {limits}."
+        warnings.warn(message, UnknownTemplateWarning, stacklevel=2)
+    return renderer
 
 
 class TemplateRenderer:
     """Any tokenizer with a chat template; see Renderer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, template_kwargs: Mapping[str, Any] | None = None) -> None:
         if not getattr(tokenizer, "chat_template", None):
             raise ConfigurationError(
                 "this tokenizer has no chat template, so chat messages cannot become tokens. "
@@ -101,22 +128,32 @@ class TemplateRenderer:
         self.name = "template"
         self.scope = uuid.uuid4().hex
         self._tokenizer = tokenizer
-        template = tokenizer.chat_template
-        self._template = template if isinstance(template, str) else json.dumps(template)
-        self._parse_calls = native_parser(self._template)
+        self._template_kwargs = dict(template_kwargs or {})
+        named = tokenizer.chat_template  # one template, or several by name
+        template = named if isinstance(named, str) else "\n".join(named.values())
+        self._template = inspect_template(template, self._write)
+        self.not_guaranteed = self._template.not_guaranteed
         specials = sorted(set(tokenizer.all_special_tokens) - _MARKUP, key=len, reverse=True)
         self._specials = re.compile("|".join(map(re.escape, specials)) or r"(?!)")
-        self._thinks = "</think>" in self._template
-        question = [{"role": "user", "content": "?"}]
-        self._think_opened = self._thinks and self._text(question).rstrip().endswith("<think>")
-        self.stop_ids = self._find_stop_ids(question)
+        self._thinks = "</think>" in template
+        question = {"role": "user", "content": "?"}
+        self._think_opened = self._thinks and self._text([question]).rstrip().endswith("<think>")
+        ends = self._ends(question)
+        self._openers = () if ends else self._ends(question, question) + self._ends(question, _RESULT)
+        """GLM ends no turn: the model goes on with the token that opens the next message."""
+        self.stop_ids = self._find_stop_ids([*dict.fromkeys((*ends, *self._openers))])
 
-    def _find_stop_ids(self, question: list[Message]) -> tuple[int, ...]:
-        answer = {"role": "assistant", "content": _PLACEHOLDER}
-        tail = self._text([*question, answer], add_generation_prompt=False).rpartition(_PLACEHOLDER)[2]
+    def _ends(self, question: Message, *new: Message) -> tuple[int, ...]:
+        """The first special token after an answer."""
+        messages = [question, {"role": "assistant", "content": _PLACEHOLDER}, *new]
+        special = set(getattr(self._tokenizer, "added_tokens_decoder", {})) | {self._tokenizer.eos_token_id}
+        with contextlib.suppress(RequestError):
+            tail = self._text(messages, add_generation_prompt=False).rpartition(_PLACEHOLDER)[2]
+            return tuple(i for i in self._encode(tail) if i in special)[:1]
+        return ()
+
+    def _find_stop_ids(self, ends: list[int]) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id
-        special = set(getattr(self._tokenizer, "added_tokens_decoder", {})) | {eos}
-        ends = [i for i in self._encode(tail) if i in special][:1]
         known = set(_ENDS) & set(self._tokenizer.all_special_tokens)
         for other in (eos, *sorted(map(self._tokenizer.convert_tokens_to_ids, known))):
             if other is not None and other not in ends:
@@ -150,12 +187,24 @@ class TemplateRenderer:
             _, found, tail_text = text.rpartition(_PLACEHOLDER)
             tail = self._encode(tail_text)
             end = next((k for k, i in enumerate(tail) if i in self.stop_ids), None)
-            if not found or end is None:
+            if not found or end is None or not self._begins(text, before, tools):
                 return None
             if completion_ids and completion_ids[-1] in self.stop_ids:
+                if tail[end] in self._openers and completion_ids[-1] != tail[end]:
+                    return None  # the model opened another message than the one that came
                 tail = tail[end + 1 :]  # the model ended the turn itself
             return (*prompt_ids, *completion_ids, *tail)
         return None
+
+    def _begins(self, text: str, before: Sequence[Message], tools: Tools | None) -> bool:
+        """True when the text goes on as the prompt began.
+
+        Mistral's template writes the tools before the last question, so it moves them: what it wrote
+        into an earlier prompt would then stand twice.
+        """
+        return not before or any(
+            text.startswith(self._text(before, tools, add_generation_prompt=asked)) for asked in (False, True)
+        )
 
     def _drops_thinking(
         self, previous: Sequence[Message], new: Sequence[Message], tools: Tools | None
@@ -180,8 +229,7 @@ class TemplateRenderer:
         text = self._decode(completion_ids)
         reasoning, text = self._split_reasoning(text)
         text = cut_at_stop(text, stop)
-        parse_calls = self._parse_calls or parse_hermes
-        return _parsed_message(reasoning, *_calls_of(parse_calls, text, tools))
+        return _parsed_message(reasoning, *_calls_of(self._template.parse_calls, text, tools))
 
     def _split_reasoning(self, text: str) -> tuple[str | None, str]:
         opened = text.lstrip().startswith("<think>")
@@ -203,15 +251,19 @@ class TemplateRenderer:
     def _text(
         self, messages: Sequence[Message], tools: Tools | None = None, *, add_generation_prompt: bool = True
     ) -> str:
-        plain = [_plain(m) for m in messages]
-        if self._parse_calls is None:
-            plain, tools = tools_as_text(plain, tools), None
+        plain, tools = self._template.prepare(messages, tools)
+        return self._write(plain, tools, add_generation_prompt=add_generation_prompt)
+
+    def _write(
+        self, plain: list[Message], tools: Tools | None = None, *, add_generation_prompt: bool = True
+    ) -> str:
         try:
             return self._tokenizer.apply_chat_template(
                 plain,
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                **self._template_kwargs,
             )
         except _template_errors() as error:
             raise RequestError(f"the model's chat template refuses these messages: {error}") from error
@@ -219,6 +271,8 @@ class TemplateRenderer:
 
 class TypedRenderer:
     """A family that the ``renderers`` package knows by name; see Renderer."""
+
+    not_guaranteed: tuple[str, ...] = ()
 
     def __init__(self, tokenizer: Any, renderer: Any, keeping: Any) -> None:
         self.name = renderer.config.name
@@ -234,7 +288,7 @@ class TypedRenderer:
     ) -> tuple[int, ...]:
         try:
             ids = self._renderer.render_ids(
-                [_plain(m) for m in messages],
+                [plain_message(m) for m in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=add_generation_prompt,
             )
@@ -256,7 +310,7 @@ class TypedRenderer:
             rendered = renderer.bridge_to_next_turn(
                 list(prompt_ids),
                 list(completion_ids),
-                [_plain(m) for m in new_messages],
+                [plain_message(m) for m in new_messages],
                 tools=list(tools) if tools else None,
             )
         except (ValueError, TypeError, KeyError, NotImplementedError):
@@ -302,12 +356,10 @@ def cut_at_stop(text: str, stop: Sequence[str]) -> str:
     return text[: min(positions)] if positions else text
 
 
-def _calls_of(
-    parse: Callable[[str], Any], text: str, tools: Tools | None
-) -> tuple[str, list[dict[str, Any]], str | None]:
+def _calls_of(parse: Parser, text: str, tools: Tools | None) -> tuple[str, list[dict[str, Any]], str | None]:
     if not tools:
         return text, [], None
-    parsed = parse(text)
+    parsed = parse(text, tools)
     return parsed.content, parsed.calls, parsed.error
 
 
@@ -320,29 +372,6 @@ def _parsed_message(
     if calls:
         message["tool_calls"] = calls
     return ParsedMessage(message, error)
-
-
-def _plain(message: Message) -> Message:
-    """A message as chat templates expect it: text content, call arguments as objects, no empty keys."""
-    role = message["role"]
-    plain: Message = {
-        "role": "system" if role == "developer" else role,
-        "content": text_of(message.get("content")),
-    }
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if message.get(key):
-            plain[key] = message[key]
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
-    return plain
-
-
-def _plain_call(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call["function"])
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):
-            function["arguments"] = json.loads(function["arguments"])
-    return {**call, "function": function}
 
 
 def _template_errors() -> tuple[type[Exception], ...]:

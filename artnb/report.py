@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from artnb.ui.html import table_html
-from artnb.ui.snapshot import reward_of
+from artnb.ui.snapshot import is_step, is_supervised, reward_of
 from artnb.ui.text import table_text
 
 _PACKAGES = ("artnb", "torch", "transformers", "peft", "openai", "numpy", "vllm", "unsloth")
@@ -66,15 +66,21 @@ def report(
 ) -> Report:
     """Write the run's ``result.json``: rewards by step, evaluations, versions and machine.
 
+    A supervised step has no reward: it is None in ``reward_by_step``, and ``supervised_steps`` has its
+    loss and ``nll``, the mean negative log-likelihood of its tokens.
+
     before, after and the baselines are Evaluations; metrics names those of their metrics to show.
     ``seconds`` counts from ``import artnb``; ``artnb.demo`` replaces it by the time of the whole
     command.
     """
-    steps = [r for r in run.metrics() if r.get("kind") == "train"]
+    steps = [r for r in run.metrics() if is_step(r)]
     record = {
         "notebook": notebook,
         "seconds": round(time.monotonic() - _STARTED, 1),
         "reward_by_step": [reward_of(r) for r in steps],
+        "supervised_steps": [
+            {name: r.get(name) for name in ("step", "loss", "nll")} for r in steps if is_supervised(r)
+        ],
         "evaluation": {
             "before": _evaluation(before),
             "after": _evaluation(after),

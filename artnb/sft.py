@@ -24,7 +24,7 @@ Example = Sequence[Message] | Mapping[str, Any] | Trajectory
 """Messages; a dict of ``messages`` and perhaps ``tools``; or a trajectory."""
 
 NOT_HERE = {"loss", "advantage", "credit_weight", "max_staleness"} | {
-    *("ratio_cap", "clip_low", "clip_high", "dppo_threshold")
+    *("ratio_cap", "clip_low", "clip_high", "dppo_threshold", "mask", "mask_low", "mask_high")
 }
 """Options that compare attempts or policies; a given ``config`` may hold them."""
 
@@ -52,7 +52,7 @@ async def sft_step(
     started = time.perf_counter()
     if useless := sorted(set(options) & NOT_HERE):
         raise ConfigurationError(f"{', '.join(useless)}: a supervised step compares no attempts or policies")
-    config = (config or TrainConfig()).replace(**options, loss="reinforce")
+    config = (config or TrainConfig()).replace(**options, loss="reinforce", mask="none")
     model.run.check_writable()
     spans = [_spans(model, example, f"example {i}") for i, example in enumerate(_listed(examples))]
     rows = supervised_samples(spans, config, step=model.run.step)

@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 from artnb.batch import Rows
 from artnb.types import TrajectoryGroup
 
-_SIZES = ("packed_tokens", "row_tokens", "padded_tokens", "out_of_memory_retries")
+_LOST = ("rows_shortened", "tokens_dropped")
+_SIZES = ("packed_tokens", "row_tokens", "padded_tokens", "out_of_memory_retries", *_LOST)
+MOST_MASKED = 0.2
+"""Share of masked tokens above which a step is not what its numbers say."""
 _GAPS = ("logprob_gap_mean", "logprob_gap_max")
 _OF_RATIOS = {"kl_k1", "kl_k3", "effective_sample_size", "fraction_capped", "fraction_clipped", *_GAPS} | {
-    *("ratio_p05", "ratio_p50", "ratio_p95", "ratio_p99", "ratio_max")
+    *("fraction_masked", "ratio_p05", "ratio_p50", "ratio_p95", "ratio_p99", "ratio_max")
 }
 """Metrics that compare a token with the policy that sampled it."""
 
@@ -84,8 +87,15 @@ def warnings_of(metrics: Mapping[str, float]) -> list[str]:
     found = []
     if cut := metrics.get("turns_truncated_support"):
         found.append(
-            f"{cut:.0f} turns were sampled with top_p, top_k or min_p. Their ratio to the trained policy is "
-            "biased, because training sees the whole vocabulary: sample without them to train."
+            f"{cut:.0f} turns were sampled with top_p, top_k or min_p, or in a structured form. Their ratio "
+            "to the trained policy is biased, because training sees the whole vocabulary: sample without "
+            "them to train."
+        )
+    if (masked := metrics.get("fraction_masked", 0.0)) > MOST_MASKED:
+        found.append(
+            f"the mask left {masked:.0%} of the tokens out of this step. Trained and sampling policy differ "
+            f"by {metrics['logprob_gap_mean']:.3g} nats a token before the first update: widen mask_low and "
+            "mask_high, or take fewer and smaller updates a step."
         )
     if metrics.get("weights_changed") == 0:
         found.append(
@@ -93,10 +103,16 @@ def warnings_of(metrics: Mapping[str, float]) -> list[str]:
             "learning rate may be too small for the model's dtype, or the gradient was zero."
         )
     if retries := metrics.get("out_of_memory_retries"):
+        same = "" if metrics.get("rows_shortened") else " with the same gradient"
         found.append(
-            f"memory ran out {retries:.0f} times in this step, which was computed again in smaller pieces "
-            "with the same gradient. They are kept for the next steps: micro-batches of at most "
+            f"memory ran out {retries:.0f} times in this step, which was computed again in smaller pieces"
+            f"{same}. They are kept for the next steps: micro-batches of at most "
             f"{metrics['microbatch_tokens_used']:.0f} tokens (microbatch_tokens)."
+        )
+    if rows := metrics.get("rows_shortened"):
+        found.append(
+            f"{rows:.0f} rows do not fit into memory by themselves. Their ends were left out of this step: "
+            f"{metrics['tokens_dropped']:.0f} of {metrics['tokens']:.0f} sampled tokens."
         )
     if metrics.get("rows_unpacked"):
         found.append(

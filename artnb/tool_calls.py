@@ -16,7 +16,22 @@ from typing import Any
 
 from artnb.types import Message
 
-_BLOCK = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+Tools = Sequence[dict[str, Any]]
+_HERMES = ("<tool_call>", "</tool_call>")
+_KIMI = ("<|tool_call_begin|>", "<|tool_call_end|>")
+_KIMI_ARGUMENTS = "<|tool_call_argument_begin|>"
+_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_DEEPSEEK_NAME = "<｜tool▁sep｜>"
+_MISTRAL, _MISTRAL_ARGUMENTS, _MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_GLM_PAIR = re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+CALL_MARKUP = frozenset(
+    {*_HERMES, "<|python_tag|>", *_KIMI, _KIMI_ARGUMENTS, *_KIMI_SECTION, *_DEEPSEEK, *_DEEPSEEK_SECTION}
+    | {_DEEPSEEK_NAME, _MISTRAL, _MISTRAL_ARGUMENTS, _MISTRAL_ID}
+)
+"""Tokens that a parser reads, so that decoding keeps them even where a tokenizer calls them special."""
 
 
 @dataclass(frozen=True)
@@ -30,20 +45,21 @@ class ParsedText:
     """Why some call could not be read."""
 
 
-Parser = Callable[[str], ParsedText]
+Parser = Callable[[str, Tools], ParsedText]
+"""Reads a model's text; the tools say which arguments are strings."""
 
 
-def make_call(name: str, arguments: Any) -> dict[str, Any]:
+def make_call(name: str, arguments: Any, call_id: str | None = None) -> dict[str, Any]:
     """An OpenAI tool call; ``arguments`` become its JSON text."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
     return {
-        "id": f"call_{uuid.uuid4().hex[:24]}",
+        "id": call_id or f"call_{uuid.uuid4().hex[:24]}",
         "type": "function",
         "function": {"name": name, "arguments": text},
     }
 
 
-def parse_hermes(text: str) -> ParsedText:
+def parse_hermes(text: str, tools: Tools = ()) -> ParsedText:
     """Read calls written as ``<tool_call>{"name": .., "arguments": {..}}</tool_call>``.
 
     >>> parse_hermes('<tool_call>{"name": "f", "arguments": {"x": 1}}</tool_call>').calls[0]["function"]
@@ -51,27 +67,124 @@ def parse_hermes(text: str) -> ParsedText:
     >>> parse_hermes('<tool_call>{"name": "f"').error
     'the tool call is not closed by </tool_call>'
     """
-    if "<tool_call>" not in text:
-        return ParsedText(text)
+    return _parse_blocks(text, _HERMES, lambda body: _read_call(body, "arguments"))
+
+
+def _parse_blocks(
+    text: str,
+    marks: tuple[str, str],
+    read: Callable[[str], dict[str, Any] | str],
+    section: tuple[str, ...] = (),
+) -> ParsedText:
+    """Take out every block between two marks that ``read`` can read; the other ones stay."""
+    if marks[0] not in text:
+        error = "the section of tool calls holds no call" if any(mark in text for mark in section) else None
+        return ParsedText(text, [], error)
     calls: list[dict[str, Any]] = []
     errors: list[str] = []
 
     def take(match: re.Match[str]) -> str:
-        if not match[2]:
-            errors.append("the tool call is not closed by </tool_call>")
-            return match[0]
-        call = _read_call(match[1], "arguments")
+        call = read(match[1]) if match[2] else f"the tool call is not closed by {marks[1]}"
         if isinstance(call, str):
             errors.append(call)
             return match[0]
         calls.append(call)
         return ""
 
-    content = _BLOCK.sub(take, text)
+    begin, end = map(re.escape, marks)
+    content = re.sub(rf"{begin}(.*?)({end}|\Z)", take, text, flags=re.DOTALL)
+    if not errors:
+        for mark in section:
+            content = content.replace(mark, "")
     return ParsedText(content.strip() if calls else content, calls, "; ".join(errors) or None)
 
 
-def parse_llama(text: str) -> ParsedText:
+def parse_glm(text: str, tools: Tools = ()) -> ParsedText:
+    """Read GLM 4.5's calls: a name, then pairs of ``<arg_key>`` and ``<arg_value>``.
+
+    >>> text = "<tool_call>f\\n<arg_key>x</arg_key>\\n<arg_value>1</arg_value>\\n</tool_call>"
+    >>> parse_glm(text).calls[0]["function"]
+    {'name': 'f', 'arguments': '{"x": 1}'}
+    """
+
+    def read(body: str) -> dict[str, Any] | str:
+        name = _GLM_PAIR.sub("", body).strip()
+        if not name or "<" in name or "\n" in name:
+            return "the tool call is not a name with <arg_key> and <arg_value> pairs"
+        strings = _string_arguments(name, tools)
+        arguments = {k: v if k in strings else _json_or_text(v) for k, v in _GLM_PAIR.findall(body)}
+        return make_call(name, arguments)
+
+    return _parse_blocks(text, _HERMES, read)
+
+
+def parse_kimi(text: str, tools: Tools = ()) -> ParsedText:
+    """Read Kimi K2's calls: ``functions.name:0``, a mark and the JSON of the arguments, in a section.
+
+    The id is the model's own, because the template shows it again beside the result.
+    """
+
+    def read(body: str) -> dict[str, Any] | str:
+        call_id, found, arguments = body.partition(_KIMI_ARGUMENTS)
+        call_id = call_id.strip()
+        name = call_id.removeprefix("functions.").rpartition(":")[0]
+        if not found:
+            return f"the tool call has no {_KIMI_ARGUMENTS}"
+        return _checked_call(name, arguments, call_id=call_id)
+
+    return _parse_blocks(text, _KIMI, read, _KIMI_SECTION)
+
+
+def parse_deepseek(text: str, tools: Tools = ()) -> ParsedText:
+    """Read DeepSeek's calls: V3's with a fenced JSON block, V3.1's with bare JSON after the name."""
+
+    def read(body: str) -> dict[str, Any] | str:
+        before, found, after = body.partition(_DEEPSEEK_NAME)
+        if not found:
+            return f"the tool call has no {_DEEPSEEK_NAME}"
+        fenced = re.fullmatch(r"\s*(\S+)\s*```json\s*(.*?)\s*```\s*", after, re.DOTALL)
+        return _checked_call(fenced[1], fenced[2]) if fenced else _checked_call(before.strip(), after)
+
+    return _parse_blocks(text, _DEEPSEEK, read, _DEEPSEEK_SECTION)
+
+
+def parse_mistral(text: str, tools: Tools = ()) -> ParsedText:
+    """Read Mistral's calls: a JSON list after ``[TOOL_CALLS]``, or from v11 on ``name[ARGS]{..}``.
+
+    >>> parse_mistral('[TOOL_CALLS][{"name": "f", "arguments": {"x": 1}}]').calls[0]["function"]
+    {'name': 'f', 'arguments': '{"x": 1}'}
+    >>> parse_mistral('[TOOL_CALLS]f[ARGS]{"x": 1}').calls[0]["function"]
+    {'name': 'f', 'arguments': '{"x": 1}'}
+    """
+    content, *pieces = text.split(_MISTRAL)
+    calls: list[dict[str, Any]] = []
+    errors: list[str] = []
+    for piece in pieces:
+        read = _read_mistral(piece)
+        problems = [call for call in read if isinstance(call, str)]
+        errors += problems
+        if problems:
+            content += _MISTRAL + piece  # one sampled list: half of it is not what the model asked for
+        else:
+            calls += [call for call in read if not isinstance(call, str)]
+    return ParsedText(content.strip() if calls else content, calls, "; ".join(errors) or None)
+
+
+def _read_mistral(piece: str) -> list[dict[str, Any] | str]:
+    name, found, arguments = piece.partition(_MISTRAL_ARGUMENTS)
+    if found:
+        name, _, call_id = name.partition(_MISTRAL_ID)
+        return [_checked_call(name.strip(), arguments, call_id=call_id.strip() or None)]
+    try:
+        records = json.loads(piece)
+    except ValueError as error:
+        return [f"the tool call is not JSON: {error}"]
+    if not isinstance(records, list) or not records:
+        return ["the tool calls are not a JSON list"]
+    return [_read_record(record, "arguments") for record in records]
+
+
+def parse_llama(text: str, tools: Tools = ()) -> ParsedText:
     """Read Llama 3.1's call: the whole answer is ``{"name": .., "parameters": {..}}``.
 
     >>> parse_llama('{"name": "f", "parameters": {}}').calls[0]["function"]
@@ -92,9 +205,24 @@ def _read_call(body: str, key: str) -> dict[str, Any] | str:
         record = json.loads(body)
     except ValueError as error:
         return f"the tool call is not JSON: {error}"
-    if not isinstance(record, dict) or not isinstance(record.get("name"), str) or not record["name"]:
+    return _read_record(record, key)
+
+
+def _read_record(record: Any, key: str) -> dict[str, Any] | str:
+    if not isinstance(record, dict) or not isinstance(record.get("name"), str):
         return "the tool call has no name"
-    arguments = record.get(key, {})
+    call_id = record.get("id")
+    return _checked_call(
+        record["name"], record.get(key, {}), key=key, call_id=call_id if isinstance(call_id, str) else None
+    )
+
+
+def _checked_call(
+    name: str, arguments: Any, *, key: str = "arguments", call_id: str | None = None
+) -> dict[str, Any] | str:
+    """The call, or what is wrong with it; arguments may be JSON text."""
+    if not name:
+        return "the tool call has no name"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
@@ -102,13 +230,41 @@ def _read_call(body: str, key: str) -> dict[str, Any] | str:
             return f"the tool call's {key} are not JSON"
     if not isinstance(arguments, dict):
         return f"the tool call's {key} are not a JSON object"
-    return make_call(record["name"], arguments)
+    return make_call(name, arguments, call_id)
+
+
+def _string_arguments(name: str, tools: Tools) -> set[str]:
+    """Arguments that this tool declares as strings: ``17`` stays text there."""
+    for tool in tools:
+        function = tool.get("function") or tool
+        if function.get("name") == name:
+            properties = (function.get("parameters") or {}).get("properties") or {}
+            return {k for k, schema in properties.items() if schema.get("type") == "string"}
+    return set()
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except ValueError:
+        return value
 
 
 def native_parser(template: str) -> Parser | None:
-    """The parser of the calls that this chat template writes, None when it knows no tools."""
+    """The parser of the calls that this chat template writes, None when it is told of no tools.
+
+    None also when it has a format of its own that no parser here reads.
+    """
     if "tools" not in template:
         return None
+    if _KIMI_SECTION[0] in template:
+        return parse_kimi
+    if _DEEPSEEK_SECTION[0] in template:
+        return parse_deepseek
+    if _MISTRAL in template:
+        return parse_mistral
+    if "<tool_call>" in template and "<arg_key>" in template:
+        return parse_glm
     if "<tool_call>" in template and "<function=" not in template:
         return parse_hermes
     if '"parameters": ' in template and "ipython" in template:
@@ -116,7 +272,22 @@ def native_parser(template: str) -> Parser | None:
     return None
 
 
-def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
+def text_parser(template: str) -> Parser:
+    """The parser of calls by a model that was asked in the system message for the Hermes format.
+
+    DeepSeek's first templates are told of no tools and yet write calls: a model trained on them may
+    answer in that format.
+    """
+    if _DEEPSEEK_SECTION[0] not in template:
+        return parse_hermes
+
+    def parse(text: str, tools: Tools = ()) -> ParsedText:
+        return (parse_hermes if _HERMES[0] in text else parse_deepseek)(text, tools)
+
+    return parse
+
+
+def describe_tools(tools: Tools) -> str:
     """The part of a system message that tells a model which tools it has and how to call them."""
     signatures = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     return (
@@ -129,9 +300,7 @@ def describe_tools(tools: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def tools_as_text(
-    messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None
-) -> list[Message]:
+def tools_as_text(messages: Sequence[Message], tools: Tools | None = None) -> list[Message]:
     """The same conversation in system, user and assistant messages alone."""
     written: list[Message] = []
     in_response = False

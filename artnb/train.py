@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from artnb.batch import Rows, check_staleness, loss_denominator, minibatches, to_samples
+from artnb.batch import Rows, check_complete, check_staleness, loss_denominator, minibatches, to_samples
 from artnb.config import TrainConfig
-from artnb.errors import ConfigurationError, NothingToTrain
+from artnb.errors import NothingToTrain
 from artnb.interrupts import to_its_end
 from artnb.step_metrics import describe_data, over_updates, peak_memory, warnings_of
 from artnb.types import Sample, TrajectoryGroup
@@ -70,14 +70,12 @@ async def train_step(
     started = time.perf_counter()
     config = (config or TrainConfig()).replace(**options)
     model.run.check_writable()
-    if getattr(groups, "status", "complete") != "complete" and not allow_partial:
-        raise ConfigurationError(
-            f"gather was {groups.status}: these groups are partial. Gather again, or pass allow_partial=True"  # type: ignore[attr-defined]
-        )
+    if not allow_partial:
+        check_complete(groups)
     staleness = check_staleness(groups, model.policy_version, config.max_staleness)
     rows = to_samples(groups, config, step=model.run.step)
-    if strict and not rows.samples:
-        raise NothingToTrain(_why_nothing(rows))
+    if strict and rows.skipped:
+        raise NothingToTrain(rows.skipped)
     metrics = describe_data(groups, rows) | {"staleness": staleness}
     return await take_step(model, rows, config, metrics, started)
 
@@ -96,6 +94,8 @@ async def take_step(
     ``metrics`` describe the rows; ``started`` is the caller's ``time.perf_counter()``. Warnings are of
     the caller's caller. Raises Interrupted, PublicationError, CheckpointError.
     """
+    if (asked := model.run.controls.learning_rate) is not None:
+        config = config.replace(learning_rate=asked)
     work = partial(_step, model, rows, config, metrics, started, kind)
     result = await whole_or_not_at_all(model.backend, work)
     model.run.prune_checkpoints(model.keep_checkpoints)
@@ -108,7 +108,7 @@ async def _step(
     model: Any, rows: Rows, config: TrainConfig, metrics: dict[str, float], started: float, kind: str
 ) -> StepResult:
     """Train, publish, and write it all down; until the run has moved on, everything can be undone."""
-    step, skipped = model.run.step, None if rows.samples else _why_nothing(rows)
+    step, skipped = model.run.step, rows.skipped
     if rows.samples:
         metrics |= await _update(model.backend, rows.samples, config, model.policy_version + 1, kind)
     metrics |= peak_memory()
@@ -150,8 +150,3 @@ async def _update(
         "rounding_lost": proof.rounding_lost,
         "weights_changed": float(proof.changed),
     }
-
-
-def _why_nothing(rows: Rows) -> str:
-    reasons = ", ".join(f"{count} × {reason}" for reason, count in rows.dropped.items()) or "no groups"
-    return f"nothing to learn from: {reasons}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.resources
 import itertools
+import re
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -15,6 +16,38 @@ SMOLLM2 = (
     "'<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+KIMI = (
+    "{% if tools %}<|im_system|>tool_declare<|im_middle|>"
+    "{{ tools | tojson(separators=(',', ':'), sort_keys=true) }}<|im_end|>{% endif %}"
+    "{% for m in messages %}{% if loop.first and m.role != 'system' %}<|im_system|>system<|im_middle|>"
+    "You are Kimi, an AI assistant created by Moonshot AI.<|im_end|>{{ '\n' }}{% endif %}"
+    "{% set name = m.name or m.role %}"
+    "<|im_{{ m.role if m.role in ('user', 'assistant') else 'system' }}|>{{ name }}<|im_middle|>"
+    "{% if m.role == 'tool' %}{{ '## Return of ' + m.tool_call_id + '\n' }}{% endif %}{{ m.content }}"
+    "{% if m.tool_calls %}<|tool_calls_section_begin|>{% for c in m.tool_calls %}"
+    "<|tool_call_begin|>{{ c.id }}<|tool_call_argument_begin|>{{ c.function.arguments | tojson }}"
+    "<|tool_call_end|>{% endfor %}<|tool_calls_section_end|>{% endif %}<|im_end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|im_assistant|>assistant<|im_middle|>{% endif %}"
+)
+"""What Kimi K2's template writes (no package ships it); a test compares it with the renderers package."""
+MISTRAL = (
+    "{{ bos_token }}{% set ns = namespace(last=-1) %}"
+    "{% set system = messages[0].content + '\n\n' if messages[0].role == 'system' else '' %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{% if m.role == 'user' %}"
+    "{% if tools and loop.index0 == ns.last %}"
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "[INST]{{ system if loop.index0 == ns.last }}{{ m.content }}[/INST]"
+    "{% elif m.tool_calls %}[TOOL_CALLS][{% for c in m.tool_calls %}"
+    "{% if c.id | length != 9 %}{{ raise_exception('Tool call IDs have 9 characters') }}{% endif %}"
+    "{{ {'name': c.function.name, 'arguments': c.function.arguments, 'id': c.id} | tojson }}"
+    "{{ ', ' if not loop.last }}{% endfor %}]{{ eos_token }}"
+    "{% elif m.role == 'assistant' %}{{ m.content }}{{ eos_token }}"
+    "{% elif m.role == 'tool' %}[TOOL_RESULTS]"
+    "{{ {'content': m.content, 'call_id': m.tool_call_id} | tojson }}[/TOOL_RESULTS]"
+    "{% endif %}{% endfor %}"
+)
+"""What Mistral Nemo's template writes; a test compares it with mistral_common."""
 _CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 _LLAMA = [
     "<|begin_of_text|>",
@@ -35,12 +68,43 @@ FAMILIES: dict[str, tuple[list[str], list[str], str]] = {
     "llama3_2": (_LLAMA, [], "<|eot_id|>"),
 }
 """Name of the template: special tokens, ordinary added tokens, the end of a turn."""
+_GEMMA = ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"]
+_DEEPSEEK = ["<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"]
+_TOOL_MARKS = ["begin", "end"]
+MORE_FAMILIES: dict[str, tuple[list[str], list[str], str]] = {
+    "gemma": (_GEMMA, [], "<eos>"),
+    "gemma3": (_GEMMA, [], "<eos>"),
+    "deepseekv3": (
+        _DEEPSEEK,
+        [
+            *("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "<｜tool▁sep｜>"),
+            *(f"<｜tool▁{kind}▁{mark}｜>" for kind in ("calls", "call") for mark in _TOOL_MARKS),
+        ],
+        "<｜end▁of▁sentence｜>",
+    ),
+    "glm4moe": (
+        ["<|endoftext|>", "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"],
+        [*_MARKUP, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"],
+        "<|endoftext|>",
+    ),
+    "kimi": (
+        [
+            *("[EOS]", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>"),
+            *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+            *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+        ],
+        [],
+        "[EOS]",
+    ),
+    "phi3": (["<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], [], "<|endoftext|>"),
+}
+_BEGINNINGS = {"<|begin_of_text|>", "<bos>", "<｜begin▁of▁sentence｜>"}
 
 
 def template(family: str) -> str:
     """The original jinja of a family, as the trl package ships it."""
-    if family == "smollm2":
-        return SMOLLM2
+    if family in ("smollm2", "kimi"):
+        return SMOLLM2 if family == "smollm2" else KIMI
     folder = importlib.resources.files("trl") / "chat_templates"
     return (folder / f"{family}.jinja").read_text(encoding="utf-8")
 
@@ -51,7 +115,7 @@ def make_tokenizer(family: str) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special, ordinary, end = FAMILIES[family]
+    special, ordinary, end = (FAMILIES | MORE_FAMILIES)[family]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = _merges(["hello", "world", "Ġthe", "Ġassistant", "price", "kite"])
     words = [*alphabet, *("".join(merge) for merge in merges)]
@@ -65,11 +129,62 @@ def make_tokenizer(family: str) -> Any:
         tokenizer_object=tokenizer,
         eos_token=end,
         pad_token=end,
-        bos_token="<|begin_of_text|>" if special is _LLAMA else None,
+        bos_token=next((token for token in special if token in _BEGINNINGS), None),
         extra_special_tokens=[t for t in special if t != end],
     )
     fast.chat_template = template(family)
     return fast
+
+
+class TekkenTokenizer:
+    """Mistral Nemo's own tokenizer out of mistral_common, with the template beside it."""
+
+    chat_template = MISTRAL
+    name_or_path = "tekken"
+
+    def __init__(self) -> None:
+        from mistral_common.tokens.tokenizers.mistral import MistralTokenizer
+
+        self.mistral = MistralTokenizer.v3(is_tekken=True)
+        self._tekken: Any = self.mistral.instruct_tokenizer.tokenizer
+        self.eos_token_id = self._tekken.eos_id
+        names = (self._tekken.id_to_piece(i) for i in range(self._tekken.num_special_tokens))
+        self._ids = {name: i for i, name in enumerate(names) if not name.startswith("<SPECIAL_")}
+        self.all_special_tokens = list(self._ids)
+        self.added_tokens_decoder = {i: name for name, i in self._ids.items()}
+        self._split = re.compile("(" + "|".join(map(re.escape, self._ids)) + ")")
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return self._ids
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return self._ids.get(token)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        ids: list[int] = []
+        for piece in filter(None, self._split.split(text)):
+            known = self._ids.get(piece)
+            ids += self._tekken.encode(piece, bos=False, eos=False) if known is None else [known]
+        return ids
+
+    def decode(self, ids: Sequence[int], **_: Any) -> str:
+        from mistral_common.tokens.tokenizers.base import SpecialTokenPolicy
+
+        return str(self._tekken.decode(list(ids), special_token_policy=SpecialTokenPolicy.KEEP))
+
+    def apply_chat_template(self, messages: Any, *, tools: Any = None, **variables: Any) -> str:
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        assert variables.pop("tokenize") is False
+        texts, _ = render_jinja_template(
+            conversations=[messages],
+            tools=tools,
+            chat_template=self.chat_template,
+            bos_token="<s>",
+            eos_token="</s>",
+            **variables,
+        )
+        return str(texts[0])
 
 
 def _merges(words: Sequence[str]) -> list[tuple[str, str]]:

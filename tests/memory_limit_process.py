@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import resource
 import sys
+import warnings
 from pathlib import Path
 
 import torch
 from reference_models import row
 from test_trainer import Gradients, gradients, make_trainer, relative_error
 
+from artnb.backends.out_of_memory import ShortenedRowWarning
 from artnb.config import TrainConfig
 from artnb.errors import OutOfMemory
 
@@ -53,11 +55,22 @@ def main(folder: Path) -> None:
     }
     trainer.optimizer.zero_grad(set_to_none=True)
 
-    long = row(
-        rows[0].ids_T[:1] * 4 + rows[0].ids_T * 8, [False] * 4 + [True] * 8 * (PROMPT + REPLY), name="long"
-    )
+    ids, length = rows[0].ids_T[:1] * 4 + rows[0].ids_T * 8, 8 * (PROMPT + REPLY)
+    long = row(ids, [False] * 4 + [True] * length, name="long")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", ShortenedRowWarning)
+        _, report["shortened"] = trainer.forward_backward([*rows, long], CONFIG, denominator=7.0)
+    report["warning"] = str(caught[-1].message)
+    found = {name: p.grad for name, p in trainer.parameters.items() if p.grad is not None}
+    kept = 4 + length - int(report["shortened"]["tokens_dropped"])
+    trainer.optimizer.zero_grad(set_to_none=True)
+    by_hand = row(ids[:kept], [False] * 4 + [True] * (kept - 4), name="long")
+    report["of_the_rest"] = relative_error(found, gradients(trainer, [*rows, by_hand], CONFIG))
+    trainer.optimizer.zero_grad(set_to_none=True)
+
+    late = row(ids, [False] * length + [True] * 4, name="late")
     try:
-        trainer.forward_backward([*rows, long], CONFIG, denominator=7.0)
+        trainer.forward_backward([*rows, late], CONFIG, denominator=7.0)
     except OutOfMemory as error:
         report["message"] = str(error)
     report["untouched"] = all(p.grad is None for p in trainer.parameters.values())

@@ -46,7 +46,8 @@ async def step(backend: LocalBackend, use: dict[str, int]) -> dict[str, int]:
 
 async def main(folder: str, use: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    backend = LocalBackend(folder, LoraConfig(rank=use.pop("rank")), dtype=use.pop("dtype"))
+    made = {name: use.pop(name) for name in ("dtype", "engine", "trainer", "engine_kwargs") if name in use}
+    backend = LocalBackend(folder, LoraConfig(rank=use.pop("rank")), **made)
     held = await step(backend, use)
     compared = plan_model(backend, **use)
     print(json.dumps({**compared.to_dict(), "during": held, "text": repr(compared)}))

@@ -21,9 +21,8 @@ KEPT = ("loss", "grad_norm", "entropy", "tokens", "logprob_gap_mean", "probe_gap
 async def main(trainer: str, engine: str, folder: Path) -> None:
     environment = nb.load_environment("tool_lookup")
     kept = folder / "groups.json"
-    with nb.Model(
-        run=f"{trainer}-{engine}", root=folder, dtype="float32", trainer=trainer, engine=engine
-    ) as model:
+    made_with = {"root": folder, "dtype": "float32", "trainer": trainer, "engine": engine}
+    with nb.Model(run=f"{trainer}-{engine}", **made_with) as model:
         steps = []
         for step in range(2):
             if step == 0 and kept.is_file():
@@ -49,6 +48,10 @@ async def main(trainer: str, engine: str, folder: Path) -> None:
         "version": about["policy_version"],
         "evaluated": [sampled.n, base.n],
     }
+    if engine == "vllm":  # whose process groups went with the first
+        with nb.Model(run=f"{trainer}-{engine}", **made_with) as again:
+            sampled = await nb.evaluate(environment.rollout, environment.scenarios("test", n=2), model=again)
+            report["again"] = [again.policy_version, sampled.n]
     print(json.dumps(report))
 
 

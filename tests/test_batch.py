@@ -117,11 +117,12 @@ def test_truncated_support_and_cut_turns_are_noted():
     turns = [
         a_turn([1], [2], top_p=0.9),
         a_turn([1, 2, 3], [4], finish_reason="length"),
-        a_turn([5], [6], top_k=0),
+        a_turn([5], [6], top_k=0, structured=None),
+        a_turn([7], [8], structured={"choice": ["left", "right"]}),
     ]
     _, rows = samples_of(a_trajectory(*turns))
-    assert rows.notes["turns"] == 4
-    assert rows.notes["turns_truncated_support"] == 1 and rows.notes["turns_cut_by_length"] == 1
+    assert rows.notes["turns"] == 5
+    assert rows.notes["turns_truncated_support"] == 2 and rows.notes["turns_cut_by_length"] == 1
 
 
 def test_credit_blends_into_the_advantage_of_its_own_turn():

@@ -130,3 +130,17 @@ def test_a_packed_linear_layer_is_a_linear_layer(packs):
     with torch.inference_mode():
         assert torch.allclose(packed(x), expected, atol=1e-5)
         assert all(torch.equal(w, s.weight) for w, s in zip(packed.plain(), sources, strict=True))
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_what_was_loaded_stays_when_the_given_weights_change(packs):
+    _, ours = build(FAMILIES["llama, gelu"][0])
+    decoder = ModulesDecoder(ours, packs=packs)
+    given = {n: m.weight + 0.5 for n, m in ours.named_modules() if n and hasattr(m, "weight")}
+    kept = {name: weight.clone() for name, weight in given.items()}
+    assert decoder.load(given) and not decoder.holds(kept)
+    for weight in given.values():
+        weight.add_(1.0)
+    assert decoder.holds(kept) == [] and set(decoder.holds(given)) >= given.keys()
+    assert decoder.load(given) and decoder.holds(given) == []
+    assert not torch.equal(ours.get_decoder().norm.weight, decoder.model.get_decoder().norm.weight)

@@ -10,13 +10,16 @@ import sys
 
 import pytest
 
+import artnb
 from artnb import compatibility as c
 from artnb import devices
 from artnb.cli import main
 from artnb.compatibility import Facts, Finding, apply_rules, violated
 from artnb.devices import Gpu, GpuProcess, choose_base, default_base
-from artnb.doctor import Diagnosis, tight_places
+from artnb.doctor import Diagnosis, kaggle_without_internet, tight_places
 from artnb.errors import ConfigurationError
+from artnb.memory import cpu_bytes, cpu_total, process_bytes
+from artnb.plan import plan
 
 T4 = devices.parse_gpus("0, GPU-a, Tesla T4, 15360, 15000, 550.54.15, 7.5")[0]
 L4 = devices.parse_gpus("0, GPU-b, NVIDIA L4, 23034, 22500, 550.54.15, 8.9")[0]
@@ -82,6 +85,92 @@ def test_it_names_the_process_that_holds_the_gpu():
     assert whats(facts) == "another process holds GPU memory: 7 (python3, 3.0 GiB)"
 
 
+SMI = """#!/bin/sh
+case "$1" in
+--query-gpu=*) cat {folder}/gpus.csv ;;
+--query-compute-apps=*) cat {folder}/processes.csv ;;
+esac
+"""
+# as nvidia-smi 535 prints them with --format=csv,noheader,nounits
+FIRST, SECOND = "GPU-5b3fa2c8-6a6e-0f59-93a6-6f2f8c1e3d77", "GPU-0d1e9a42-1c55-7b70-8f43-2a9c64b9e0aa"
+TWO_T4 = f"""0, {FIRST}, Tesla T4, 15360, 5800, 535.104.05, 7.5
+1, {SECOND}, Tesla T4, 15360, 15098, 535.104.05, 7.5
+"""
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """An nvidia-smi that prints what a test writes."""
+    script = tmp_path / "nvidia-smi"
+    script.write_text(SMI.format(folder=tmp_path))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def prints(cards: str, processes: str) -> None:
+        (tmp_path / "gpus.csv").write_text(cards)
+        (tmp_path / "processes.csv").write_text(processes)
+
+    return prints
+
+
+def test_a_second_kernel_is_told_who_holds_the_card(smi):
+    smi(TWO_T4, f"{FIRST}, 4711, /usr/bin/python3, 9298\n")
+    assert devices.busy_card() == (
+        "GPU 0 (Tesla T4) has 5.7 of 15.0 GiB free: another process holds memory there: "
+        "4711 (/usr/bin/python3, 9.1 GiB). Shut that kernel down, or: kill PID"
+    )
+    smi(TWO_T4, f"{FIRST}, 4711, [Not Found], [N/A]\n{SECOND}, 4712, python -c a, b, 1024\n")
+    assert "4711 ([Not Found]). " in devices.busy_card()
+    assert devices.gpu_processes()[1] == GpuProcess(SECOND, 4712, "python -c a, b", 1 << 30)
+
+
+def test_processes_that_a_container_hides_are_told_by_what_they_hold(smi):
+    smi(TWO_T4, "")
+    assert "one that this container does not show (9.3 GiB)" in devices.busy_card()
+    card = devices.gpus()[0]
+    assert devices.held_by_others(card, [], [], own=9 << 30) is None  # it is all this process's own
+    mine = GpuProcess(FIRST, 1, "python3", None)
+    assert devices.held_by_others(card, [mine], [1]) is None
+
+
+def test_only_the_card_that_a_model_would_live_on_counts(smi, monkeypatch):
+    smi(TWO_T4, f"{FIRST}, 4711, python3, 9298\n{FIRST}, {os.getpid()}, python3, 100\n")
+    for visible in ("1", SECOND, SECOND[:12], "1,0", "", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert devices.busy_card() is None, visible
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", f"{FIRST},{SECOND}")
+    assert "4711" in devices.busy_card()
+
+
+def test_a_machine_without_a_driver_has_nobody_on_its_card(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert devices.gpus() == [] and devices.busy_card() is None
+
+
+def test_a_model_that_is_loaded_onto_a_busy_card_says_so(smi, tmp_path, monkeypatch):
+    import peft  # noqa: F401 - while torch still says that there is no card
+    import torch
+
+    smi(TWO_T4, f"{FIRST}, 4711, python3, 9298\n")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.warns(UserWarning, match=r"GPU 0 \(Tesla T4\).* 4711 \(python3, 9.1 GiB\)"):
+        with pytest.raises(ConfigurationError, match="dtype"):  # so that nothing is loaded
+            artnb.Model(trainer="peft", engine="vllm", dtype="int8", root=tmp_path / "runs")
+
+
+def test_doctor_shows_the_cards_and_who_is_on_them(smi, monkeypatch):
+    smi(TWO_T4, f"{FIRST}, 4711, /usr/bin/python3, 9298\n{SECOND}, {os.getpid()}, python3, 262\n")
+    monkeypatch.setattr(c, "probe", lambda names: ({}, {}))
+    found = artnb.doctor()
+    assert found.facts["GPU"]["0: Tesla T4"].startswith("5.7 of 15.0 GiB free, driver 535.104.05")
+    assert found.facts["GPU"]["0: process 4711"] == "/usr/bin/python3, 9.1 GiB"
+    assert found.facts["GPU"][f"1: process {os.getpid()}"] == "python3, 0.3 GiB, this process"
+    assert found.facts["model"]["suits this machine"].startswith("Qwen2.5-3B-Instruct in 4 bit on T4")
+    told = "another process holds GPU memory: 4711 (/usr/bin/python3, 9.1 GiB)"
+    assert told in [finding.what for finding in found.findings]
+
+
 def requirement(name: str, version: str, line: str, **here: str) -> list[Finding]:
     return list(violated(Facts(installed={name: version, **here}, requirements={name: [line]})))
 
@@ -145,16 +234,34 @@ def test_it_parses_what_the_driver_says():
     assert (held.pid, held.used) == (4711, 1 << 30)
 
 
-def test_it_counts_cores_and_memory_within_the_container(tmp_path):
+def test_it_counts_cores_within_the_container(tmp_path):
     assert devices.cores(tmp_path) == len(os.sched_getaffinity(0))
     (tmp_path / "cpu.max").write_text("50000 100000\n")
-    (tmp_path / "memory.max").write_text("1073741824\n")
     assert devices.cores(tmp_path) == 1
-    assert devices.memory_total(tmp_path) == 2**30
     (tmp_path / "cpu.max").write_text("max 100000\n")
-    (tmp_path / "memory.max").write_text("max\n")
     assert devices.cores(tmp_path) == len(os.sched_getaffinity(0))
-    assert devices.memory_total(tmp_path) > 2**30
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "stat"),
+    [
+        ("memory.max", "memory.current", "memory.stat"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ],
+)
+def test_it_counts_memory_within_the_container(tmp_path, limit, used, stat):
+    (tmp_path / "memory").mkdir()
+    whole, free = cpu_total(tmp_path), cpu_bytes(tmp_path)
+    assert free <= whole
+    own = process_bytes()[0]
+    (tmp_path / used).write_text(str(own + (200 << 20)))  # others hold 200 MiB
+    (tmp_path / stat).write_text("anon 1\ninactive_file 52428800\n")  # 50 MiB are a cache
+    (tmp_path / limit).write_text(f"{own + (1 << 30)}\n")
+    assert cpu_total(tmp_path) == own + (1 << 30)
+    assert cpu_bytes(tmp_path) == pytest.approx(own + (874 << 20), abs=8 << 20)
+    (tmp_path / limit).write_text("max\n" if limit == "memory.max" else str(2**63 - 4096))
+    assert cpu_total(tmp_path) == whole
+    assert cpu_bytes(tmp_path) == pytest.approx(free, rel=0.1)
 
 
 def test_it_warns_of_full_disks_and_little_memory():
@@ -204,7 +311,11 @@ LONG = 32_768
         ("cpu", 4096, "SmolLM2-135M-Instruct", False),
         ("T4", 1024, "Qwen/Qwen2.5-7B-Instruct", True),
         ("T4", LONG, "Qwen/Qwen2.5-3B-Instruct", True),
-        ("L4", 1024, "Qwen/Qwen2.5-7B-Instruct", True),
+        ("T4", 4096, "Qwen/Qwen2.5-3B-Instruct", True),
+        ("L4", 1024, "Qwen/Qwen2.5-7B-Instruct", False),
+        ("L4", 4096, "Qwen/Qwen2.5-7B-Instruct", True),
+        ("A100-40", 4096, "Qwen/Qwen2.5-7B-Instruct", False),
+        ("A100-40", LONG // 2, "Qwen/Qwen2.5-7B-Instruct", True),
         ("A100-80", 4096, "Qwen/Qwen2.5-7B-Instruct", False),
         ("H100", 4096, "Qwen/Qwen2.5-7B-Instruct", False),
     ],
@@ -214,10 +325,51 @@ def test_the_base_suits_the_device(device, context, name, in_4bit):
     assert (choice.name, choice.load_in_4bit) == (name, in_4bit)
 
 
-@pytest.mark.parametrize("context", [2048, 4096, 8192])
-def test_a_t4_gets_7b_exactly_when_its_plan_fits(context):
-    is_7b = "7B" in default_base("T4", context=context, disk_free=ENOUGH)
-    assert is_7b == devices.fits_7b("T4", context, in_4bit=True)
+@pytest.mark.parametrize(("context", "is_7b"), [(2048, True), (4096, False), (8192, False)])
+def test_a_t4_gets_7b_exactly_when_its_plan_fits(context, is_7b):
+    planned = plan(devices._QWEN_7B, "T4", context=context, load_in_4bit=True, gradient_checkpointing=True)
+    assert (planned.left >= 0.1 * planned.setting.capacity) == is_7b
+    assert ("7B" in default_base("T4", context=context, disk_free=ENOUGH)) == is_7b
+
+
+@pytest.fixture
+def kaggle(smi, tmp_path, monkeypatch):
+    """Kaggle's machine with two T4s, without internet, a home of its own."""
+    smi(TWO_T4.replace("5800", "15098"), "")
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setattr(devices, "hub_answers", lambda: False)
+    return tmp_path
+
+
+def test_kaggle_s_two_t4s_count_as_one(kaggle, monkeypatch):
+    assert devices.this_device() == "T4"
+    monkeypatch.setattr(devices, "hub_answers", lambda: True)
+    assert choose_base(disk_free=20 * 10**9) == choose_base("T4", disk_free=20 * 10**9)
+    assert choose_base(disk_free=20 * 10**9).name == "Qwen/Qwen2.5-3B-Instruct"
+    assert choose_base(disk_free=20 * 10**9, context=2048).name == "Qwen/Qwen2.5-7B-Instruct"
+
+
+def test_kaggle_without_internet_asks_for_an_attached_model(kaggle):
+    with pytest.raises(ConfigurationError, match="Add Input"):
+        choose_base(attached=kaggle / "input")
+    (what,) = [finding.what for finding in kaggle_without_internet()]
+    assert "no internet" in what
+    folder = kaggle / "input" / "qwen2.5" / "transformers" / "3b-instruct" / "1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    assert choose_base(attached=kaggle / "input").name == str(folder)
+
+
+def test_a_model_that_has_filled_the_disk_is_still_the_one(kaggle, monkeypatch):
+    monkeypatch.setattr(devices, "hub_answers", lambda: True)
+    full = {"context": 2048, "disk_free": 6 * 10**9}
+    assert choose_base(**full).name == "unsloth/Qwen2.5-7B-Instruct-bnb-4bit"
+    files = kaggle / "hf" / "hub" / "models--Qwen--Qwen2.5-7B-Instruct" / "snapshots" / "a09a3545"
+    files.mkdir(parents=True)
+    (files / "model-00001-of-00004.safetensors").write_bytes(b"")
+    monkeypatch.setattr(devices, "hub_answers", lambda: False)  # nor is internet needed any more
+    assert choose_base(**full).name == "Qwen/Qwen2.5-7B-Instruct"
 
 
 def test_the_base_fits_the_disk():
@@ -252,8 +404,17 @@ def test_a_card_is_known_by_its_name_and_size():
     def card(name: str, gigabytes: int) -> Gpu:
         return Gpu(0, "GPU-a", name, gigabytes << 30, 0, "1", (8, 0))
 
-    assert devices.device_name([card("Tesla T4", 15), card("Tesla T4", 15)], known) == "T4"
-    assert devices.device_name([card("NVIDIA A100-SXM4-40GB", 40)], known) == "A100-40"
-    assert devices.device_name([card("NVIDIA A100-SXM4-80GB", 80)], known) == "A100-80"
-    assert devices.device_name([card("NVIDIA RTX 6000", 48)], known) == "gpu"
-    assert devices.device_name([card("Tesla P100-PCIE-16GB", 16)], known) == "gpu-small"
+    assert devices.device_name(card("Tesla T4", 15), known) == "T4"
+    assert devices.device_name(card("NVIDIA A100-SXM4-40GB", 40), known) == "A100-40"
+    assert devices.device_name(card("NVIDIA A100-SXM4-80GB", 80), known) == "A100-80"
+    assert devices.device_name(card("NVIDIA RTX 6000", 48), known) == "gpu"
+    assert devices.device_name(card("Tesla P100-PCIE-16GB", 16), known) == "gpu-small"
+
+
+def test_a_model_without_a_name_gets_what_suits_the_machine(kaggle, monkeypatch):
+    monkeypatch.setattr(devices, "hub_answers", lambda: True)
+    assert devices.base_for("cpu", "peft") == ("SmolLM2-135M-Instruct", {})
+    small = {"gradient_checkpointing": True}
+    assert devices.base_for("cuda", "peft") == ("Qwen/Qwen2.5-3B-Instruct", small)
+    small["load_in_4bit"] = True
+    assert devices.base_for("cuda", "unsloth") == ("Qwen/Qwen2.5-3B-Instruct", small)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 EXACT = 1e-3
 """Largest difference of logprobs between vLLM and transformers, both in fp32."""
+
+IN_PART = 128
+"""Prompt tokens that the engine of most tests reads in one step."""
 
 Policies = dict[str, tuple[Any, int]]
 Make = Callable[..., "Engine"]
@@ -112,7 +117,7 @@ def engine(small: Path, tiny_tokenizer: Any, plain: Any, other: Any, adapter: Ad
         "broken": ({layers[0]: torch.full_like(linear_weights(plain)[layers[0]], float("nan"))}, 3),
         "adapted": (adapter, 9),
     }
-    before = torch.get_rng_state(), random.getstate(), torch.set_num_threads
+    before = torch.get_rng_state(), random.getstate(), torch.set_num_threads, sys.excepthook
     made = Engine(
         small,
         tiny_tokenizer,
@@ -123,9 +128,10 @@ def engine(small: Path, tiny_tokenizer: Any, plain: Any, other: Any, adapter: Ad
         enable_lora=True,
         lora_rank=4,
         block_size=32,
+        max_num_batched_tokens=IN_PART,
     )
     assert torch.equal(before[0], torch.get_rng_state())
-    assert before[1:] == (random.getstate(), torch.set_num_threads)
+    assert before[1:] == (random.getstate(), torch.set_num_threads, sys.excepthook)
     yield made
     made.end()
 
@@ -191,6 +197,21 @@ def test_score_is_the_logprob_of_each_token_after_the_first(engine, plain):
         assert torch.allclose(engine.score(ids), expected, atol=EXACT)
     with pytest.raises(PromptTooLong):
         engine.score((5,) * 1024)
+
+
+def test_prompts_longer_than_a_step_are_read_in_parts(engine, plain):
+    asked = [
+        request(tuple(range(3 + i, 253)) * 4, max_tokens=6, seed=seed, temperature=temperature)
+        for i, (seed, temperature) in enumerate([(1, 1.0), (None, 1.0), (None, 0.0), (2, 0.7), (3, 1.0)])
+    ]
+    assert min(len(each.prompt_ids) for each in asked) > 7 * IN_PART
+    results = engine.answers(*asked)
+    assert engine.counters["steps"] > 5 * 7
+    for each, result in zip(asked, results, strict=True):
+        assert error_of(plain, each, result) < EXACT
+    ids = asked[0].prompt_ids
+    expected = logprobs_of(plain, ids[:1], ids[1:]).gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+    assert torch.allclose(engine.score(ids), expected, atol=EXACT)
 
 
 def test_hundreds_may_wait_and_share_their_prefixes(engine, plain):
@@ -332,6 +353,15 @@ def test_a_seed_decides_the_completion_whatever_runs_beside(engine):
     assert engine.answer(seeded.prompt_ids, max_tokens=30, seed=124).completion_ids != a.completion_ids
 
 
+def test_a_seed_decides_the_completion_however_the_prompt_is_cut(engine):
+    prompt = tuple(range(3, 203))
+    in_parts = engine.answer(prompt, max_tokens=20, seed=9)
+    assert engine.counters["computed_prompt_tokens"] == 200 > IN_PART
+    remembered = engine.answer(prompt, max_tokens=20, seed=9)
+    assert engine.counters["computed_prompt_tokens"] < 200 + IN_PART
+    assert remembered.completion_ids == in_parts.completion_ids
+
+
 def test_requests_without_seed_follow_the_engines_random_state(engine):
     state = engine.random.getstate()
 
@@ -376,6 +406,15 @@ def test_a_command_runs_between_requests_and_before_waiting_ones(engine):
 
 def test_sleep_says_that_a_cpu_has_nothing_to_free(engine):
     assert engine.sleep() is False and engine.wake() is False
+
+
+def test_vllm_is_ready_to_free_its_cache_when_it_is_put_to_sleep(engine, monkeypatch):
+    engine.answer((3, 4), max_tokens=4)
+    monkeypatch.setattr(VllmEngine, "sleeps", True)  # as on a GPU, up to the allocator that a CPU lacks
+    with pytest.raises(RuntimeError, match="not supported on CPU"):
+        engine.sleep()
+    assert engine.llm.is_sleeping() and engine.llm.wake_up()
+    assert len(engine.answer((3, 4), max_tokens=4).completion_ids) == 4
 
 
 # ---- policies ------------------------------------------------------------------------------------
@@ -515,7 +554,38 @@ def test_a_step_that_fails_fails_its_requests_and_leaves_no_half_written_key(
     assert max(error_of(plain, a, r) for a, r in zip(asked, results, strict=True)) < EXACT
 
 
+def test_the_benchmark_sets_the_client_beside_vllm_alone(small, repository, monkeypatch, capsys, engine):
+    from test_benchmarks import run
+
+    arguments = ["--engine", "vllm", "--quick", "--json", "--concurrent", "4", "--model", str(small)]
+    _, figures = run(repository, "engine", arguments, monkeypatch, capsys)
+    assert figures["engine"] == "vllm" and figures["publish_seconds_vllm"] > 0
+    for row in figures["rows"]:
+        assert row["client_over_raw_vllm"] > 0 and row["raw_vllm_tokens_per_second"] > 0
+    assert figures["client_over_raw_vllm"] == min(row["client_over_raw_vllm"] for row in figures["rows"])
+
+
 # ---- the end, and the bundled model --------------------------------------------------------------
+
+
+def test_engines_share_a_process_and_outlive_each_other(engine, plain, small, tiny_tokenizer):
+    second = Engine(
+        small, tiny_tokenizer, {}, kv_bytes=16 << 20, max_context=256, max_running=32, dtype=torch.float32
+    )
+    made = (engine, second)
+    asked = [request(prompt, max_tokens=12) for prompt in prompts(24)]
+    futures = [[each.submit(one) for one in asked] for each in made]
+    # As two models have it, each on its own compute thread. A thread hears of torch.set_num_threads with
+    # its first torch operation: before that, vLLM would count one number of threads and use another.
+    with ThreadPoolExecutor(2, initializer=torch.set_num_threads, initargs=(1,)) as threads:
+        list(threads.map(lambda each: each.stepper.run(), made))
+    for answers in futures:
+        for one, future in zip(asked, answers, strict=True):
+            assert error_of(plain, one, future.result(timeout=0)) < EXACT
+    second.end()
+    assert torch.distributed.is_initialized()
+    assert engine.load(engine.policies["other"][0], "current", 1) is True
+    assert len(engine.answer((3, 4)).completion_ids) == 8
 
 
 def test_a_closed_engine_frees_its_memory_and_refuses(engine):

@@ -16,9 +16,9 @@ import pytest
 from artnb.attempts import attempt_seed
 from artnb.errors import ConfigurationError, Interrupted, RunInUse, TooManyFailures
 from artnb.gather import gather as gather_with_progress
-from artnb.gather import last
 from artnb.recording import record
 from artnb.rewards import Reward
+from artnb.session import last
 from artnb.store import Run, Stored
 from artnb.types import Scenario, Trajectory, Turn
 
@@ -335,6 +335,17 @@ async def test_cancellation_is_passed_on_after_everything_was_awaited(tmp_path):
         await task
 
 
+async def test_a_cancellation_at_the_very_end_of_the_last_rollout_is_passed_on():
+    async def rollout(model, scenario):
+        asyncio.current_task().add_done_callback(lambda _: task.cancel())
+        return 1.0
+
+    task = asyncio.create_task(gather(rollout, scenarios(1), model=model(), group_size=1))
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert [t.reward for t in last().trajectories] == [1.0]
+
+
 async def test_what_a_rollout_makes_of_its_cancellation_is_neither_result_nor_failure():
     async def rollout(model, scenario):
         try:
@@ -428,7 +439,8 @@ def test_a_script_gets_interrupted_by_ctrl_c(tmp_path):
         import asyncio, sys
         from types import SimpleNamespace
         from artnb.errors import Interrupted
-        from artnb.gather import gather, last
+        from artnb.gather import gather
+        from artnb.session import last
         from artnb.store import Run
 
         async def rollout(model, scenario):
@@ -493,7 +505,8 @@ def test_the_interrupt_button_reaches_a_kernel():
     code = textwrap.dedent("""
         import asyncio
         from types import SimpleNamespace
-        from artnb.gather import gather, last
+        from artnb.gather import gather
+        from artnb.session import last
 
         async def rollout(model, scenario):
             if scenario:

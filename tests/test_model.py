@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ import torch
 from steps import LORA, SCENARIOS, group, open_fake, open_model, play
 
 import artnb as nb
+from artnb.chat_template import UnknownTemplateWarning
 from artnb.model import _live
 from artnb.store.owner import read_owner
 
@@ -351,3 +353,17 @@ def test_the_adapters_shape_is_the_one_asked_for(tiny_model, tmp_path):
         assert names == {"q_proj", "v_proj"}
         assert {p.shape[0] for n, p in model.backend.trainer.parameters.items() if "lora_A" in n} == {3}
     assert LORA.rank == 4
+
+
+def test_variables_of_the_chat_template_reach_it_and_a_repr_says_what_is_not_guaranteed(tiny_model, tmp_path):
+    folder = shutil.copytree(tiny_model, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}{{ mood }}>{{ m.content }}</s>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant{{ mood }}>{% endif %}"
+    )
+    with pytest.warns(UnknownTemplateWarning):
+        model = open_model(folder, tmp_path, template_kwargs={"mood": "!"})
+    with model:
+        ids = model.app.renderer.render([{"role": "user", "content": "hi"}])
+        assert "<user!>hi" in model.backend.tokenizer.decode(ids)
+        assert "not guaranteed" in repr(model)

@@ -54,6 +54,14 @@ def test_a_notebook_has_the_shared_parameters_and_tells_what_each_cell_does(path
     assert all(cells[index - 1].cell_type == "markdown" for index in code)
 
 
+def test_all_notebooks_begin_with_the_same_installation():
+    first = {next(cell.source for cell in read(path).cells if cell.cell_type == "code") for path in NOTEBOOKS}
+    (source,) = first
+    assert len(NOTEBOOKS) > 1
+    assert source.index("except ImportError") < source.index("%pip install")  # only where artnb is not there
+    assert source.index("install()") < source.index("import torch")  # else replacing it asks for a restart
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_through_papermill_on_the_bundled_model(path, tmp_path, capsys):
     result = run_demo(str(path), TINY, tmp_path)
@@ -70,6 +78,8 @@ def test_a_notebook_runs_through_papermill_on_the_bundled_model(path, tmp_path, 
     folder = next(tmp_path.iterdir())
     executed = read(folder / path.name)
     assert "widgets" not in executed.metadata
+    first = next(cell for cell in executed.cells if cell.cell_type == "code")
+    assert not any("Installing" in str(output) for output in first.outputs)  # all was there
     training = next(cell for cell in executed.cells if cell.get("id") == "train")
     assert any("<svg" in str(output.get("data", {}).get("text/html", "")) for output in training.outputs)
     assert (folder / path.name).stat().st_size < 2_000_000

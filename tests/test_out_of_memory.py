@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -19,11 +20,13 @@ from test_trainer import conversations, gradients, make_trainer, relative_error
 from test_undo import state_of
 
 import artnb as nb
+from artnb.backends import out_of_memory
 from artnb.backends import trainer as trainer_module
-from artnb.backends.out_of_memory import is_out_of_memory
+from artnb.backends.out_of_memory import SHORTEST_ROW, ShortenedRowWarning, is_out_of_memory, shorten
 from artnb.backends.trainer_peft import PeftTrainer
 from artnb.config import TrainConfig
 from artnb.errors import OutOfMemory
+from artnb.logprobs import CHUNK
 from artnb.packing import PackedBatch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -166,7 +169,7 @@ def test_nothing_of_the_failed_attempt_is_held(tiny_model):
         alive.append(sum(each() is not None for each in held))
         return hidden(batch)
 
-    trainer.model.get_decoder().layers[0].mlp.act_fn.register_forward_hook(watch)
+    trainer.model.get_decoder().layers[0].mlp.gate_proj.register_forward_hook(watch)
     trainer.hidden = counted  # type: ignore[method-assign]
     _, sizes = trainer.forward_backward(conversations(), TrainConfig(), denominator=7.0)
     assert sizes["out_of_memory_retries"] >= 1 and len(held) > 2 and max(alive) == 0
@@ -216,7 +219,7 @@ def test_single_rows_are_scored_in_smaller_chunks(tiny_model, monkeypatch):
     trainer, chunks = make_trainer(tiny_model), narrow_logits(monkeypatch, 60)
     _, sizes = trainer.forward_backward(long_rows(), TrainConfig(), denominator=7.0)
     assert relative_error(by_name(trainer), expected) < 1e-5
-    assert chunks == [512, 512, 100, 50, 50] and sizes["out_of_memory_retries"] == 3
+    assert chunks == [CHUNK, CHUNK, 100, 50, 50] and sizes["out_of_memory_retries"] == 3
     trainer.forward_backward(long_rows(), TrainConfig(), denominator=7.0)
     assert chunks[5:] == [50, 50], "it is remembered"
 
@@ -229,11 +232,94 @@ def test_a_row_that_does_not_fit_by_itself_is_named_and_nothing_is_remembered(ti
         trainer.forward_backward(long_rows(), TrainConfig(), denominator=7.0)
     message = str(caught.value)
     assert "trajectory 'row " in message and "210 tokens, 200 of them sampled" in message
-    assert "512, 100, 50, 25 positions" in message and "4096, 2" in message
+    assert f"{CHUNK}, 100, 50, 25 positions" in message and "4096, 2" in message
     for advice in ("max_tokens", "prompts", "microbatch_tokens", "gradient_checkpointing", "load_in_4bit"):
         assert advice in message
     assert "CUDA out of memory." in message, "and the allocator's own words"
     assert trainer.pieces == before and by_name(trainer) == {}
+
+
+# ---- rows without their ends ---------------------------------------------------------------------
+
+
+def row_of(prompt: int, reply: int, name: str, *, advantage: float = 1.0) -> Any:
+    ids = [3 + (len(name) * t) % 250 for t in range(prompt + reply)]
+    return row(ids, [False] * prompt + [True] * reply, advantage=advantage, name=name)
+
+
+def without_end(whole: Any, tokens: int) -> Any:
+    """The row of which ``tokens`` are computed, by hand."""
+    kept = {n: getattr(whole, n)[: tokens + 1] for n in ("ids_T", "logprobs_T", "advantages_T", "weights_T")}
+    return dataclasses.replace(whole, is_sampled_T=whole.is_sampled_T[: tokens + 1], **kept)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("config", [TrainConfig(), TrainConfig(kl_coef=0.3, loss="gspo")])
+def test_a_row_that_does_not_fit_loses_its_end_and_the_rest_has_the_same_gradient(
+    tiny_model, config, in_backward
+):
+    long, short = row_of(40, 600, "long"), row_of(30, 100, "short", advantage=-1.0)
+    expected = gradients(make_trainer(tiny_model), [without_end(long, 479), short], config)
+    trainer = make_trainer(tiny_model)
+    narrow(trainer, 500, in_backward=in_backward)
+    with pytest.warns(ShortenedRowWarning, match=r"1 of 2 rows.*'long' of group 0 keeps 440 of 600 sampled"):
+        _, sizes = trainer.forward_backward([long, short], config, denominator=7.0)
+    assert (sizes["rows_shortened"], sizes["tokens_dropped"]) == (1.0, 160.0)
+    assert relative_error(by_name(trainer), expected) < 1e-5
+    with pytest.warns(ShortenedRowWarning, match="keeps 440 of 600"):
+        _, sizes = trainer.forward_backward([short, long], config, denominator=7.0)
+    assert sizes["out_of_memory_retries"] == 0, "it is remembered"
+    assert (sizes["rows_shortened"], sizes["tokens_dropped"]) == (1.0, 160.0), "and told again"
+
+
+def test_a_row_is_shortened_again_and_again_but_keeps_a_sampled_token(tiny_model):
+    trainer, far = make_trainer(tiny_model), row_of(290, 310, "far")
+    narrow(trainer, 300)
+    with pytest.warns(ShortenedRowWarning, match="keeps 1 of 310"):
+        trainer.forward_backward([far], TrainConfig(), denominator=7.0)
+    assert trainer.pieces.row_tokens == 290
+    hopeless = row_of(310, 290, "hopeless")
+    before, held = {n: g.clone() for n, g in by_name(trainer).items()}, trainer.pieces
+    with pytest.raises(OutOfMemory, match=r"'hopeless'.* 600 tokens, 290 of them .*its first 290 tokens"):
+        trainer.forward_backward([hopeless], TrainConfig(), denominator=7.0)
+    assert all(torch.equal(gradient, before[name]) for name, gradient in by_name(trainer).items())
+    assert trainer.pieces == held
+
+
+def test_no_row_is_cut_to_less_than_the_shortest(tiny_model):
+    trainer, whole = make_trainer(tiny_model), row_of(10, 590, "whole")
+    tried = narrow(trainer, SHORTEST_ROW - 1)
+    with pytest.raises(OutOfMemory, match=f"its first 449, 336, {SHORTEST_ROW} tokens"):
+        trainer.forward_backward([whole], TrainConfig(), denominator=7.0)
+    assert min(tried) == SHORTEST_ROW and by_name(trainer) == {}
+
+
+def test_context_after_the_last_sampled_token_is_no_loss(tiny_model):
+    rows = [row([3 + t % 250 for t in range(700)], [False] * 40 + [True] * 200 + [False] * 460)]
+    assert shorten(rows, 300).places == []
+    assert shorten(rows, 100).rows[0].sampled_tokens == 61
+    assert shorten(rows, 100).tokens_dropped == 139
+    assert shorten(rows, 5).rows[0].sampled_tokens == 1
+
+
+def test_after_some_calls_that_fitted_twice_the_size_is_tried(tiny_model, monkeypatch):
+    monkeypatch.setattr(trainer_module, "GROW_AFTER", 3)
+    trainer, rows = make_trainer(tiny_model), conversations()
+    hidden = trainer.hidden
+    narrow(trainer, 100)
+
+    def used(count: int) -> list[tuple[float, float]]:
+        found = []
+        for _ in range(count):
+            _, sizes = trainer.forward_backward(rows, TrainConfig(), denominator=7.0)
+            found.append((sizes["microbatch_tokens_used"], sizes["out_of_memory_retries"] > 0))
+        return found
+
+    first = used(1)[0][0]
+    assert used(4) == [(first, False)] * 3 + [(pytest.approx(first, rel=0.5), True)], "in vain"
+    trainer.hidden = hidden  # there is memory again
+    second = trainer.pieces.microbatch_tokens
+    assert used(8) == [(second, False)] * 3 + [(2 * second, False)] * 4 + [(4 * second, False)]
 
 
 # ---- a whole step --------------------------------------------------------------------------------
@@ -257,6 +343,25 @@ async def test_a_step_tells_of_its_retries_and_learns_the_same(model, tiny_model
         assert result.metrics["microbatch_tokens_used"] < 4096
         assert result.metrics["grad_norm"] == pytest.approx(expected.metrics["grad_norm"], rel=1e-5)
         assert result.metrics["loss"] == pytest.approx(expected.metrics["loss"], rel=1e-5, abs=1e-7)
+
+
+async def test_a_step_tells_how_much_of_its_data_it_left_out(model, monkeypatch):
+    monkeypatch.setattr(out_of_memory, "SHORTEST_ROW", 8)
+    groups = await play(model)
+    most = max(len(t.turns[0].prompt_ids) for t in groups.trajectories) + 2
+    trainer = model.backend.trainer
+    narrow(trainer, most)
+    with pytest.warns(UserWarning) as warned:
+        result = await nb.train_step(model, groups, minibatches=2)
+    lost, rows = result.metrics["tokens_dropped"], result.metrics["rows_shortened"]
+    assert 0 < lost < result.metrics["tokens"] and 2 <= rows <= result.metrics["samples"]
+    (told,) = [w for w in result.warnings if "left out" in w]
+    assert f"{lost:.0f} of {result.metrics['tokens']:.0f} sampled tokens" in told
+    assert not any("same gradient" in w for w in result.warnings)
+    named = [str(w.message) for w in warned if issubclass(w.category, ShortenedRowWarning)]
+    assert len(named) == 2 and all("trajectory '" in text for text in named)
+    assert rows == sum(int(text.split(" for ")[1].split()[0]) for text in named), "of both updates"
+    assert model.run.metrics()[-1]["tokens_dropped"] == lost, "and on disk"
 
 
 async def test_a_hopeless_step_is_undone_and_the_model_goes_on(model):
@@ -306,5 +411,8 @@ def test_under_a_real_limit_of_memory(tmp_path, tiny_tokenizer):
     assert found["first"]["microbatch_tokens_used"] == found["first"]["packed_tokens"] / 2
     assert found["error"] < 1e-5
     assert found["next"]["out_of_memory_retries"] == 0
-    assert "trajectory 'long'" in found["message"] and "644 tokens" in found["message"]
+    assert "'long' of group 0 keeps 4" in found["warning"] and "of 640 sampled tokens" in found["warning"]
+    assert found["shortened"]["rows_shortened"] == 1 and found["of_the_rest"] < 1e-5
+    assert 100 < found["shortened"]["tokens_dropped"] < 400
+    assert "trajectory 'late'" in found["message"] and "644 tokens, 4 of them" in found["message"]
     assert found["untouched"] and found["after"] < 1e-5

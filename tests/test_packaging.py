@@ -61,9 +61,13 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+CONSTRAINTS = [f"artnb/constraints/constraints-{image}.txt" for image in ("colab", "kaggle", "t4")]
+
+
 def test_the_wheel_holds_the_package_the_environments_and_their_data(built):
     names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
-    for wanted in ("artnb/__init__.py", "artnb/ui/html.py", "artnb_environments/tool_lookup/README.md"):
+    files = ("artnb/__init__.py", "artnb/ui/html.py", "artnb_environments/tool_lookup/README.md")
+    for wanted in (*files, *CONSTRAINTS):
         assert wanted in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"artnb", "artnb_environments"}
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests")]
@@ -73,7 +77,8 @@ def test_the_sdist_holds_what_the_tests_and_the_demo_need(built):
     with tarfile.open(next(built.glob("*.tar.gz"))) as archive:
         members = archive.getnames()
     names = {name.split("/", 1)[1] for name in members if "/" in name}
-    for wanted in ("Makefile", "LICENSE", "constraints-cpu.txt", "notebooks/quickstart.ipynb", ".ci/run"):
+    files = ("Makefile", "LICENSE", "constraints-cpu.txt", "notebooks/quickstart.ipynb", ".ci/run")
+    for wanted in (*files, *CONSTRAINTS, "tests/data/images/metadata.json"):
         assert wanted in names
     assert not [name for name in names if name.startswith((".venv", "out/", "runs/"))]
 
@@ -81,6 +86,11 @@ def test_the_sdist_holds_what_the_tests_and_the_demo_need(built):
 def test_the_installed_wheel_plays_its_environments_anywhere(installed, tmp_path):
     lines = run(installed, "-c", USE, cwd=tmp_path).splitlines()
     assert {"game_2048 4 True", "tool_lookup 4 True"} <= set(lines)
+
+
+def test_the_installed_wheel_finds_its_constraints(installed, tmp_path):
+    code = "from artnb.install import constraints; print(constraints('kaggle', []).read_text())"
+    assert "vllm==" in run(installed, "-c", code, cwd=tmp_path)
 
 
 def test_the_installed_command_answers(installed, tmp_path):

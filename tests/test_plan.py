@@ -10,136 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from known_models import DEEPSEEK, KIMI, KNOWN, MIXTRAL, QWEN_3B, QWEN_7B, QWEN_HALF_B, QWEN_MOE
+from steps import open_model, play
 
+import artnb as nb
 from artnb.architecture import architecture, built, read_config
 from artnb.backends.local import LocalBackend
 from artnb.config import LoraConfig
 from artnb.errors import ConfigurationError
-from artnb.measure import measure, plan_model
-from artnb.memory import FOUR_BITS
+from artnb.measure import measure, pace, plan_model
+from artnb.memory import FOUR_BITS, Setting, engine_budget
 from artnb.plan import plan
-
-
-def qwen2(hidden: int, width: int, layers: int, heads: int, kv_heads: int, **more: Any) -> dict[str, Any]:
-    return {
-        "model_type": "qwen2",
-        "hidden_size": hidden,
-        "intermediate_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 32768,
-        "use_sliding_window": False,
-        "sliding_window": 32768,
-    } | more
-
-
-def qwen3(hidden: int, width: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-    found = qwen2(hidden, width, layers, heads, 8, model_type="qwen3", head_dim=128)
-    return found | {"max_position_embeddings": 40960} | more
-
-
-def eight_billion(model_type: str, vocabulary: int, **more: Any) -> dict[str, Any]:
-    """The layers that Llama 3.1 8B, Mistral 7B and Mixtral 8x7B have in common."""
-    return {
-        "model_type": model_type,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": vocabulary,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 32768,
-        "sliding_window": None,
-    } | more
-
-
-def latent(model_type: str, **more: Any) -> dict[str, Any]:
-    """DeepSeek-V3, and what Kimi-K2 changes of it."""
-    return {
-        "model_type": model_type,
-        "vocab_size": 129280,
-        "hidden_size": 7168,
-        "intermediate_size": 18432,
-        "moe_intermediate_size": 2048,
-        "num_hidden_layers": 61,
-        "num_attention_heads": 128,
-        "num_key_value_heads": 128,
-        "n_shared_experts": 1,
-        "n_routed_experts": 256,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 1536,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "qk_nope_head_dim": 128,
-        "n_group": 8,
-        "topk_group": 4,
-        "num_experts_per_tok": 8,
-        "first_k_dense_replace": 3,
-        "tie_word_embeddings": False,
-        "max_position_embeddings": 163840,
-    } | more
-
-
-def gemma(model_type: str, hidden: int, width: int, layers: int, heads: int, kv_heads: int, vocabulary: int):
-    return {
-        "model_type": model_type,
-        "hidden_size": hidden,
-        "intermediate_size": width,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": 256,
-        "vocab_size": vocabulary,
-    }
-
-
-QWEN_HALF_B = qwen2(896, 4864, 24, 14, 2)
-QWEN_3B = qwen2(2048, 11008, 36, 16, 2)
-QWEN_7B = qwen2(3584, 18944, 28, 28, 4, vocab_size=152064, tie_word_embeddings=False)
-MIXTRAL = eight_billion("mixtral", 32000, num_local_experts=8, num_experts_per_tok=2)
-DEEPSEEK = latent("deepseek_v3")
-KIMI = latent(
-    "kimi_k2",
-    vocab_size=163840,
-    num_attention_heads=64,
-    num_key_value_heads=64,
-    n_routed_experts=384,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-    auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
-)
-QWEN_MOE = qwen3(2048, 6144, 48, 32, tie_word_embeddings=False) | {
-    "model_type": "qwen3_moe",
-    "num_key_value_heads": 4,
-    "moe_intermediate_size": 768,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "mlp_only_layers": [],
-    "decoder_sparse_step": 1,
-}
-KNOWN = {
-    "Qwen2.5-0.5B": (QWEN_HALF_B, 494_032_768),
-    "Qwen2.5-3B": (QWEN_3B, 3_085_938_688),
-    "Qwen2.5-7B": (QWEN_7B, 7_615_616_512),
-    "Qwen3-0.6B": (qwen3(1024, 3072, 28, 16), 596_049_920),
-    "Qwen3-8B": (qwen3(4096, 12288, 36, 32, tie_word_embeddings=False), 8_190_735_360),
-    "Llama-3.1-8B": (eight_billion("llama", 128256), 8_030_261_248),
-    "Mistral-7B-v0.3": (eight_billion("mistral", 32768), 7_248_023_552),
-    "Mixtral-8x7B": (MIXTRAL, 46_702_792_704),
-    "Qwen3-30B-A3B": (QWEN_MOE, 30_532_122_624),
-    "DeepSeek-V3": (DEEPSEEK, 671_026_404_352),
-    "Kimi-K2": (KIMI, 1_026_408_209_408),
-    "Gemma-2B": (gemma("gemma", 2048, 16384, 18, 8, 1, 256000), 2_506_172_416),
-    "Gemma-2-2B": (gemma("gemma2", 2304, 9216, 26, 8, 4, 256000), 2_614_341_888),
-    "Gemma-3-1B": (gemma("gemma3_text", 1152, 6912, 26, 4, 1, 262144), 999_885_952),
-}
-"""Configurations as their authors published them, and how many parameters these models have."""
-
 
 # ---- parameters -------------------------------------------------------------------------------------
 
@@ -233,10 +114,11 @@ def test_four_bits_leave_embeddings_and_norms_alone():
 
 def test_it_says_whether_engine_and_trainer_share_the_base():
     assert plan(QWEN_3B, "A100-40").weight_copies == 1
-    two = plan(QWEN_3B, "A100-40", trainer="peft", load_in_4bit=True)
-    assert two.weight_copies == 2
-    assert two.setting.bytes_of("engine weights") == two.setting.bytes_of("base weights")
-    assert "second copy" in repr(two)
+    two = plan(QWEN_3B, "A100-40", trainer="peft")
+    assert two.setting.bytes_of("engine weights") == two.setting.bytes_of("base weights") == 2 * 3_085_938_688
+    assert two.weight_copies == 3  # base, merged for the trainer, the engine's
+    assert "two copies of the base weights" in repr(two)
+    assert "two copies of the base weights" not in repr(plan(QWEN_3B, "A100-40"))
     assert plan(None, "cpu", dtype="bfloat16").weight_copies == 3  # base, merged for the trainer, packed
 
 
@@ -279,6 +161,64 @@ def test_the_cache_holds_as_many_trajectories_as_it_says():
     assert small.concurrency == 40
 
 
+def gpu(size: int, trainer: str = "unsloth", **use: Any) -> Setting:
+    """Qwen2.5-3B on a GPU of that many bytes, without the parts that this test does not argue about."""
+    about = {"base": "3B", "device": "gpu", "capacity": size, "dtype": "bfloat16", "engine": "vllm"}
+    return Setting.of(
+        read_config(QWEN_3B), lora=LoraConfig(), trainer=trainer, **{**about, "context": 2048, **use}
+    )
+
+
+def by_phase(setting: Setting) -> dict[str, int]:
+    others = [item for item in setting.items if item.name != "KV cache"]
+    return {
+        phase: sum(i.bytes for i in others if i.phase == phase) for phase in ("held", "sampling", "training")
+    }
+
+
+def test_the_engine_stays_awake_where_its_cache_fits_beside_a_training_step():
+    needed = 36_864 * (64 * 1024 + 8 * 1024)  # own tokens of 64 trajectories, prompts of 8 groups
+    budget = engine_budget(gpu(80 << 30))
+    assert (budget.kv_bytes, budget.sleeps, budget.sequences) == (needed, False, 64)
+    parts = by_phase(gpu(80 << 30))
+    assert parts["training"] > parts["sampling"]
+    just = int((needed + parts["held"] + parts["training"]) / 0.95) + 2
+    assert not engine_budget(gpu(just)).sleeps and gpu(just).fits
+    less = gpu(just - 1000)
+    assert engine_budget(less).sleeps and engine_budget(less).kv_bytes == needed and less.fits
+
+
+def test_a_sleeping_engine_takes_what_sampling_leaves():
+    parts = by_phase(gpu(80 << 30))
+    room = 36_864 * 20_000
+    small = gpu(int((parts["held"] + parts["sampling"] + room) / 0.95))
+    budget = engine_budget(small)
+    assert budget.sleeps and budget.kv_bytes == pytest.approx(room, abs=2)
+    assert budget.sequences == (20_000 - 8 * 1024) // 1024
+    assert budget.engine_bytes < 0.95 * small.capacity
+    least = engine_budget(gpu(1 << 30))  # too small for the model: still one trajectory
+    assert least.kv_bytes == 36_864 * 2048 and not gpu(1 << 30).fits
+
+
+def test_a_cache_of_a_given_size_may_have_to_sleep_too():
+    size = 40 << 30
+    parts = by_phase(gpu(size, kv_bytes=1 << 30))
+    beside = int(0.95 * size) - parts["held"] - parts["training"]
+    assert not engine_budget(gpu(size, kv_bytes=beside)).sleeps
+    asleep = engine_budget(gpu(size, kv_bytes=beside + 1))
+    assert asleep.sleeps and asleep.kv_bytes == beside + 1
+
+
+def test_the_budget_counts_the_engine_s_own_copy_of_the_weights():
+    one, two = engine_budget(gpu(80 << 30)), engine_budget(gpu(80 << 30, "peft"))
+    assert (one.weight_copies, two.weight_copies) == (1, 2)
+    assert one.engine_bytes == two.engine_bytes  # shared or not, vLLM counts them
+    assert one.engine_bytes > one.kv_bytes + 2 * 3_085_938_688
+    on_cpu = engine_budget(gpu(16 << 30, "peft", device="cpu"))
+    assert (on_cpu.sleeps, on_cpu.weight_copies) == (False, 2)
+    assert gpu(16 << 30, "peft", device="cpu", context=256, groups=1).items[-1].phase == "held"
+
+
 def test_it_counts_the_tokens_and_minutes_of_a_step():
     found = plan(
         QWEN_3B,
@@ -293,7 +233,25 @@ def test_it_counts_the_tokens_and_minutes_of_a_step():
     )
     assert found.tokens_per_step == {"sampled": 8 * 300, "packed": 2 * 600 + 8 * 400, "rows": 8000}
     assert found.minutes_per_step == pytest.approx((2400 / 100 + 4400 / 200) / 60)
+    assert "expected: 46.0 s a step" in repr(found)
     assert plan(QWEN_3B, "A100-40").minutes_per_step is None
+    assert "expected: not measured yet" in repr(plan(QWEN_3B, "A100-40"))
+
+
+def test_the_pace_is_the_median_of_the_last_gathered_and_trained_steps():
+    def line(seconds: float, **more: Any) -> dict[str, Any]:
+        sizes = {"tokens_sampled": 100, "packed_tokens": 300, "tokens_per_second_train": 50.0}
+        times = {"seconds_gather": 20.0, "seconds_train": 6.0, "seconds": seconds}
+        return {"kind": "train", **sizes, **times, "tokens_per_second_gather": 5.0} | more
+
+    skipped = {"kind": "train", "tokens_sampled": 100, "seconds_gather": 20.0, "seconds": 0.1}
+    supervised = line(1.0, kind="sft")
+    assert pace([]) is pace([skipped, supervised]) is None
+    found = pace([line(1000.0), *(line(10.0 + i) for i in range(5)), skipped, supervised])
+    assert found is not None
+    assert (found.steps, found.sampled, found.packed) == (5, 100, 300)
+    assert found.minutes == pytest.approx((20 + 12) / 60) and found.other_seconds == 6
+    assert (found.sampled_per_second, found.trained_per_second) == (5, 50)
 
 
 def test_it_reads_as_text_as_html_and_as_data():
@@ -318,6 +276,7 @@ def test_it_reads_as_text_as_html_and_as_data():
         ({"context": 100_000}, "positions for 32768"),
         ({"context": 100, "prompt": 80, "sampled": 40}, "do not fit a context of 100"),
         ({"device": "cpu", "load_in_4bit": True}, "load_in_4bit needs a GPU"),
+        ({"trainer": "peft", "load_in_4bit": True}, 'load_in_4bit needs trainer="unsloth"'),
         ({"engine": "sglang"}, "engine must be"),
         ({"dtype": "int8"}, "dtype must be"),
         ({"lora": LoraConfig(targets=("c_attn",))}, "c_attn is no linear layer; known: q_proj"),
@@ -360,6 +319,26 @@ async def test_every_planned_item_is_what_is_held(tiny_model, one_thread):
         await backend.close()
 
 
+async def test_a_loaded_model_expects_minutes_from_the_steps_that_its_run_took(
+    tiny_model, tmp_path, one_thread
+):
+    with open_model(tiny_model, tmp_path) as model:
+        use = {"context": 64, "prompt": 32, "group_size": 4, "groups": 3}
+        before = model.plan(**use)
+        assert before.plan.minutes_per_step is before.pace is None
+        assert "expected: not measured yet" in repr(before) and "measured: no step yet" in repr(before)
+        result = await nb.train_step(model, await play(model))
+        after = model.plan(**use)
+        measured = result.metrics
+        assert after.plan.tokens_per_step == {"sampled": 12 * 32, "packed": 3 * 32 + 12 * 32, "rows": 12 * 64}
+        seconds = 384 / measured["tokens_per_second_gather"] + 480 / measured["tokens_per_second_train"]
+        seconds += measured["seconds"] - measured["seconds_train"]
+        assert after.plan.minutes_per_step == pytest.approx(seconds / 60)
+        taken = (measured["seconds_gather"] + measured["seconds"]) / 60
+        assert after.pace.minutes == pytest.approx(taken) == after.to_dict()["pace"]["minutes"]
+        assert f"{measured['packed_tokens']:,.0f} trained tokens (median of the last 1)" in repr(after)
+
+
 def test_it_measures_only_what_is_in_this_kernel():
     from artnb.backends.fake import FakeBackend
 
@@ -380,7 +359,9 @@ def process(folder: Path, **use: Any) -> dict[str, Any]:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     planned = {item["name"]: item["bytes"] for item in found["plan"]["items"]}
-    for name in ("base weights", "merged weights", "packed weights", "adapter", "optimizer"):
+    copies = {name for name in planned if name.endswith("weights")}
+    assert copies == {name for name in found["held"] if name.endswith("weights")}
+    for name in (*copies, "adapter", "optimizer"):
         assert planned[name] == pytest.approx(found["held"][name], rel=0.02), found["text"]
     for name in ("gradients", "KV cache"):  # the one is dropped by the update, the other's prompts too
         assert planned[name] == pytest.approx(found["during"][name], rel=0.02), found["text"]
@@ -391,6 +372,30 @@ def process(folder: Path, **use: Any) -> dict[str, Any]:
 def test_the_plan_is_right_for_a_tiny_model(tiny_model):
     use = {"context": 1024, "prompt": 768, "group_size": 8, "groups": 2, "microbatch_tokens": 4096}
     process(tiny_model, dtype="float32", **use)
+
+
+def test_the_plan_is_right_for_a_model_that_vllm_samples_from(tmp_path, tiny_tokenizer):
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=320,
+        hidden_size=256,
+        intermediate_size=1024,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,  # the tables of vLLM's rotation stay small beside its weights
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    use = {"context": 256, "prompt": 128, "group_size": 8, "groups": 2, "microbatch_tokens": 2048}
+    engine = {"kv_bytes": 64 << 20, "max_running": 16}
+    found = process(tmp_path, dtype="float32", engine="vllm", engine_kwargs=engine, **use)
+    assert "vllm + peft" in found["text"] and "two copies of the base weights" in found["text"]
 
 
 def test_the_plan_is_right_for_the_bundled_model(bundled):

@@ -134,6 +134,7 @@ async def test_the_learned_tokens_are_what_a_client_gets_that_asks_after_the_sam
         assert row.is_sampled_T[len(prompt) - 1 :][: len(sampled) + 1] == (False, *[True] * len(sampled))
 
 
+@pytest.mark.filterwarnings("ignore::artnb.chat_template.UnknownTemplateWarning")
 async def test_a_token_that_would_reach_into_the_prompt_is_learned_as_the_engine_can_say_it(tmp_path):
     tokenizer = copy.deepcopy(make_tokenizer("smollm2"))
     tokenizer.chat_template = (
@@ -150,6 +151,7 @@ async def test_a_token_that_would_reach_into_the_prompt_is_learned_as_the_engine
     assert learned(second) == tokenizer.encode("price<|im_end|>")
 
 
+@pytest.mark.filterwarnings("ignore::artnb.chat_template.UnknownTemplateWarning")
 async def test_a_turn_that_the_template_does_not_end_is_ended(tmp_path):
     tokenizer = copy.deepcopy(make_tokenizer("smollm2"))
     tokenizer.chat_template = (
@@ -216,10 +218,11 @@ async def test_an_example_without_anything_to_learn_is_named_before_anything_hap
     assert fake.run.step == 0 and fake.policy_version == 0 and fake.run.metrics() == []
 
 
+@pytest.mark.filterwarnings("ignore::artnb.chat_template.UnknownTemplateWarning")
 async def test_a_conversation_that_the_template_refuses_or_writes_otherwise_is_named(tmp_path):
     tokenizer = copy.deepcopy(make_tokenizer("smollm2"))
     tokenizer.chat_template = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
+        "{% if messages[0]['content'] == 'x' %}{{ raise_exception('no system here') }}{% endif %}"
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + '<|im_end|>' }}{% endfor %}"
         "{% if add_generation_prompt %}assistant:<think>{% endif %}"
     )
@@ -235,7 +238,11 @@ async def test_options_that_compare_attempts_are_refused_but_a_config_may_hold_t
         await sft_step(fake, [talk("a", "b")], loss="ppo", clip_low=0.1)
     with pytest.raises(nb.ConfigurationError, match="unknown training option learning_rte"):
         await sft_step(fake, [talk("a", "b")], learning_rte=1)
-    await sft_step(fake, [talk("a", "b")], nb.TrainConfig(loss="ppo", learning_rate=0.5), eps=1e-6)
+    with pytest.raises(nb.ConfigurationError, match="mask: a supervised step compares"):
+        await sft_step(fake, [talk("a", "b")], mask="token")
+    held = nb.TrainConfig(loss="ppo", mask="token", learning_rate=0.5)
+    await sft_step(fake, [talk("a", "b")], held, eps=1e-6)
+    assert fake.backend.config.mask == "none"  # there is no sampling policy whose ratio it could judge
     assert (fake.backend.config.loss, fake.backend.config.learning_rate) == ("reinforce", 0.5)
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from artnb.backends.quiet import without_remarks
 from artnb.backends.stack import Stack, choose, load_model
+from artnb.config import LoraConfig
 from artnb.errors import ConfigurationError
 
 
@@ -28,7 +31,16 @@ def test_an_option_of_unsloth_s_is_refused_by_peft_before_anything_is_loaded():
     import torch
 
     with pytest.raises(ConfigurationError, match="load_in_4bit"):
-        load_model(choose(), "no such folder", torch.float32, {"load_in_4bit": True})
+        load_model(choose(), "no such folder", torch.float32, LoraConfig(), {"load_in_4bit": True}, {})
+
+
+def test_remarks_of_packages_that_are_imported_are_not_heard_but_errors_are(caplog):
+    logger = logging.getLogger("torchao")
+    with without_remarks():
+        logger.warning("no kernels for this machine")
+        logger.error("broken")
+    logger.warning("later")
+    assert caplog.messages == ["broken", "later"]
 
 
 def run_loop(trainer: str, engine: str, folder: Path) -> dict:
@@ -52,6 +64,10 @@ def test_unsloth_and_vllm_run_the_loop(loops):
     for step in loops["gpu"]["steps"]:
         assert step["logprob_gap_mean"] < 1e-3, "vLLM's logprobs are the trainer's"
         assert step["probe_gap_mean"] < 1e-3 and step["rows_unpacked"] == 0
+
+
+def test_a_closed_model_can_be_made_again_in_the_same_process(loops):
+    assert loops["gpu"]["again"] == [2, 2], "its policy's version, and rollouts that it sampled"
 
 
 def test_switching_the_stack_changes_no_result_beyond_rounding(loops):

@@ -178,6 +178,7 @@ def test_a_step_is_recorded_once_and_in_order(run):
 
 def test_frames_have_a_row_for_each_record(run):
     run.append_metrics({"kind": "train", "step": 0, "loss": 0.5})
+    run.append_metrics({"kind": "sft", "step": 1, "loss": 0.25, "nll": 2.5})
     run.append_trajectory(
         trajectory(id="t", metrics={"won": 1.0}), step=0, split="train", gather_id="g", attempt=2
     )
@@ -188,7 +189,7 @@ def test_frames_have_a_row_for_each_record(run):
     assert (first["turns"], first["completion_tokens"], first["policy_version"]) == (1, 1, 0)
     assert (first["id"], first["attempt"], first["metric/won"]) == ("t", 2, 1.0)
     assert (second["error"], second["split"], second["turns"]) == ("KeyError", "test", 0)
-    assert run.metrics_frame()["loss"].tolist() == [0.5]
+    assert run.metrics_frame()[["kind", "loss"]].values.tolist() == [["train", 0.5], ["sft", 0.25]]
     assert "step_" not in run._repr_html_() and "<table>" in run._repr_html_()
 
 
@@ -293,31 +294,33 @@ def test_it_resumes_without_gap_or_duplicate_after_kill_9(tmp_path, delay):
         assert [p.name for p in (run.path / "checkpoints").iterdir() if p.name.startswith(".")] == []
 
 
-def test_work_after_the_last_checkpoint_is_marked_and_done_again(tmp_path):
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_work_after_the_last_checkpoint_is_marked_and_done_again(tmp_path, kind):
     with Run.open("demo", tmp_path) as run:
         for step in range(3):
             if step == 1:
                 run.save_checkpoint(1, lambda folder: None, {})
             run.append_trajectory(trajectory(), step=step, split="train", gather_id="g", attempt=0)
-            run.append_metrics({"kind": "train", "step": step, "take": 1})
+            run.append_metrics({"kind": kind, "step": step, "take": 1})
         run.append_metrics({"kind": "evaluation", "step": 1})
     with Run.open("demo", tmp_path) as run:
-        assert run.step == 1
+        assert run.step == run.trained_steps == 1
         assert (event := run.events()[-1])["kind"] == "rolled_back" and (event["from"], event["to"]) == (3, 1)
-        assert [(r["kind"], r["step"]) for r in run.metrics()] == [("train", 0), ("evaluation", 1)]
+        assert [(r["kind"], r["step"]) for r in run.metrics()] == [(kind, 0), ("evaluation", 1)]
         assert [r["rolled_back"] for r in run.metrics(include_rolled_back=True)] == [False, True, True, False]
         assert [t.step for t in run.stored()] == [0]
-        run.append_metrics({"kind": "train", "step": 1, "take": 2})
+        run.append_metrics({"kind": kind, "step": 1, "take": 2})
         assert [r.get("take") for r in run.metrics()] == [1, None, 2]
     with Run.open("demo", tmp_path) as run:
         assert run.step == 1 and len(run.metrics()) == 2
 
 
-def test_a_rollback_undoes_later_records_in_the_same_process(run):
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_a_rollback_undoes_later_records_in_the_same_process(run, kind):
     for step in range(3):
-        run.append_metrics({"kind": "train", "step": step, "take": 1})
+        run.append_metrics({"kind": kind, "step": step, "take": 1})
     run.roll_back(1)
-    run.append_metrics({"kind": "train", "step": 1, "take": 2})
+    run.append_metrics({"kind": kind, "step": 1, "take": 2})
     assert [(r["step"], r["take"]) for r in run.metrics()] == [(0, 1), (1, 2)]
 
 

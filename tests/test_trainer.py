@@ -88,31 +88,38 @@ def plain_gradients(
         if name in names:
             parameter.data = trainer.parameters[names[name]].data.to(dtype)
 
-    def logprobs(each: Sample) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = model(input_ids=torch.tensor([each.ids_T]), use_cache=False).logits[0, :-1]
-        logp = (logits / each.temperature).log_softmax(-1)[torch.tensor(each.is_sampled_T[1:])]
-        return logp.gather(1, picked(each.ids_T, each, torch.long)[:, None])[:, 0], -(logp.exp() * logp).sum(
-            -1
-        )
-
-    def picked(values: tuple[Any, ...], each: Sample, as_type: torch.dtype = dtype) -> torch.Tensor:
-        return torch.tensor([v for v, own in zip(values, each.is_sampled_T, strict=True) if own]).to(as_type)
-
     for each in rows:
         with torch.no_grad(), model.disable_adapter():
-            base = logprobs(each)[0] if config.kl_coef else None
-        ours, entropy = logprobs(each)
-        loss, _ = token_loss(
-            ours,
-            picked(each.logprobs_T, each),
-            picked(each.advantages_T, each),
-            torch.zeros(len(ours), dtype=torch.long),
-            entropy,
-            config,
-            base,
-        )
-        objective(loss, picked(each.weights_T, each), 7.0).backward()
+            base = plain_logprobs(model, each)[0] if config.kl_coef else None
+        plain_loss(model, each, config, base).backward()
     return {names[n]: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def plain_logprobs(model: Any, each: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropies of a row's sampled tokens, from all of its logits."""
+    logits = model(input_ids=torch.tensor([each.ids_T]), use_cache=False).logits[0, :-1]
+    logp = (logits / each.temperature).log_softmax(-1)[torch.tensor(each.is_sampled_T[1:])]
+    targets = _picked(each.ids_T, each, torch.long)[:, None]
+    return logp.gather(1, targets)[:, 0], -(logp.exp() * logp).sum(-1)
+
+
+def plain_loss(model: Any, each: Sample, config: TrainConfig, base: torch.Tensor | None) -> torch.Tensor:
+    """A row's part of the objective, by torch's own operations; base: logprobs of the base model."""
+    ours, entropy = plain_logprobs(model, each)
+    loss, _ = token_loss(
+        ours,
+        _picked(each.logprobs_T, each, ours.dtype),
+        _picked(each.advantages_T, each, ours.dtype),
+        torch.zeros(len(ours), dtype=torch.long),
+        entropy,
+        config,
+        base,
+    )
+    return objective(loss, _picked(each.weights_T, each, ours.dtype), 7.0)
+
+
+def _picked(values: tuple[Any, ...], each: Sample, as_type: torch.dtype) -> torch.Tensor:
+    return torch.tensor([v for v, own in zip(values, each.is_sampled_T, strict=True) if own]).to(as_type)
 
 
 def relative_error(ours: Gradients, theirs: Gradients) -> float:

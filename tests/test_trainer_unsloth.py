@@ -14,10 +14,13 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from reference_models import load
 from safetensors.torch import save_file
 from test_trainer import OBJECTIVES, conversations, gradients, make_trainer, step
 
+from artnb.backends.trainer_full import FullTrainer
 from artnb.backends.trainer_unsloth import import_unsloth
+from artnb.config import TrainConfig
 from artnb.errors import ConfigurationError
 
 CASES = Path(__file__).with_name("unsloth_cases.py")
@@ -39,6 +42,8 @@ def reference(tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
         trainer.optimizer.zero_grad()
         _, sizes = trainer.forward_backward(conversations(), config, denominator=7.0)
         losses[name] = sizes["loss"]
+    full = FullTrainer(load(tiny_model, implementation="artnb"))
+    save_file(gradients(full, conversations(), TrainConfig()), folder / "full.safetensors")
     trainer = make_trainer(tiny_model)
     for _ in range(3):
         step(trainer)

@@ -7,11 +7,15 @@ import re
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+import artnb as nb
+from artnb.cli import list_runs
 from artnb.errors import ConfigurationError
+from artnb.report import report
 from artnb.types import Failure, Groups, History, Trajectory, TrajectoryGroup, Turn
 from artnb.ui import Live, Progress, RewardTable, detect
 from artnb.ui.curve import curve_svg, sparkline
@@ -78,6 +82,7 @@ def test_it_escapes_everything_that_a_model_wrote(attack):
     bad = hostile(attack)
     table = RewardTable(title=attack, baselines={attack: 0.5}, enabled=False)
     table.add({"step": 0, "reward_mean": 0.5, "skipped": attack})
+    table.add({"kind": "sft", "step": 1, "loss": attack, "nll": 1.0, "dropped": {attack: 1}})
     pages = [
         trajectory_html(bad),
         groups_html([TrajectoryGroup([bad], scenario_id=attack)]),
@@ -292,3 +297,75 @@ def test_a_notebook_without_html_still_reads_well():
     group = TrajectoryGroup([one], scenario_id="first")
     assert pretty(group) == groups_text([group])
     assert pretty(Groups([group])) == repr(Groups([group]))
+
+
+# Supervised steps
+
+WARM_UP = {"kind": "sft", "step": 0, "loss": 2.25, "nll": 2.5, "entropy": 1.0}
+REINFORCED = {"kind": "train", "step": 1, "loss": -0.125, "reward_mean": 0.75, "reward_std": 0.25}
+
+
+@pytest.fixture
+def warmed_up(tmp_path: Path):
+    """A run with a supervised step, a reinforced one, and an evaluation's line."""
+    with nb.Run.open("demo", tmp_path) as run:
+        for record in (WARM_UP, REINFORCED, {"kind": "evaluation", "step": 2, "reward_mean": 0.9}):
+            run.append_metrics(record)
+        yield run
+
+
+def rows_of(page: str) -> list[dict[str, str]]:
+    """The cells of a page's tables, by the heads of their columns."""
+    heads = re.findall(r"<th[^>]*>([^<]*)</th>", page)
+    lines = re.findall(r"<tr>(<td.*?)</tr>", page)
+    return [dict(zip(heads, re.findall(r"<td[^>]*>([^<]*)</td>", line), strict=True)) for line in lines]
+
+
+def test_a_table_marks_supervised_steps_and_leaves_their_reward_blank(warmed_up):
+    table = RewardTable(warmed_up, enabled=False)
+    first, second = rows_of(table._repr_html_())
+    assert (first["step"], first["kind"]) == ("0", "sft")
+    assert (first["loss"], first["mean logprob"]) == ("2.25", "-2.5")
+    assert (first["mean reward"], first["± std"], first[""]) == ("–", "–", "")
+    assert (second["kind"], second["mean logprob"], second["mean reward"]) == ("train", "–", "0.750")
+    assert table.rewards == [(1, 0.75)] and table.curve().count("<circle") == 1
+    head, warm_up, _ = repr(table).splitlines()[1:]
+    assert head.split()[:3] == ["step", "kind", "loss"]
+    assert warm_up.split() == ["0", "sft", "2.25", "-2.5", "–", "–", "1", "–", "–", "–"]
+
+
+def test_a_table_without_supervised_steps_has_no_columns_for_them():
+    table = RewardTable(enabled=False)
+    table.add(REINFORCED)
+    assert "kind" not in repr(table) and "logprob</th>" not in table._repr_html_().replace("|Δ logprob|", "")
+
+
+@pytest.mark.parametrize("draw", [step_html, step_text])
+def test_the_result_of_a_supervised_step_says_so(draw):
+    about = {"step": 0, "policy_version": 1}
+    assert "supervised" in draw(SimpleNamespace(metrics={"loss": 2.0, "nll": 2.0}, **about))
+    assert "supervised" in draw(WARM_UP)
+    assert "supervised" not in draw(SimpleNamespace(metrics={"loss": 2.0, "reward_mean": 0.0}, **about))
+
+
+def test_a_report_keeps_a_place_for_a_supervised_step(warmed_up):
+    made = report(warmed_up, notebook="x")
+    assert made.record["reward_by_step"] == [None, 0.75]
+    assert made.record["supervised_steps"] == [{"step": 0, "loss": 2.25, "nll": 2.5}]
+    assert warmed_up.result()["reward_by_step"] == [None, 0.75]
+
+
+def test_the_list_of_runs_counts_supervised_steps(warmed_up):
+    (row,) = list_runs(warmed_up.path.parent)
+    assert (row["steps"], row["supervised"], row["last sft loss"], row["last reward"]) == (2, 1, 2.25, 0.75)
+    warmed_up.roll_back(1)
+    (row,) = list_runs(warmed_up.path.parent)
+    assert (row["steps"], row["supervised"], row["last reward"]) == (1, 1, None)
+
+
+async def test_what_a_supervised_step_returns_is_its_line_in_the_table(tmp_path):
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    table = RewardTable(enabled=False)
+    with nb.Model(run="demo", root=tmp_path, backend=nb.FakeBackend()) as model:
+        table.add(await nb.sft_step(model, [talk]))
+        assert "sft" in repr(table) and repr(table) == repr(RewardTable(model.run, enabled=False))

@@ -373,3 +373,16 @@ async def test_a_kill_between_checkpoint_and_metrics_loses_no_metrics(tmp_path):
         await nb.train_step(model, [group(0, 1, version=2)])
     with open_fake(tmp_path) as model:
         assert [r["step"] for r in model.run.metrics()] == [0, 1, 2]
+
+
+async def test_a_second_step_while_one_is_under_way_is_refused_and_the_first_is_whole(model, twin):
+    groups = await play(model)
+    first = asyncio.create_task(nb.train_step(model, groups, **LEARN))
+    await asyncio.sleep(0)
+    with pytest.raises(nb.RunInUse, match="under way"):
+        await nb.train_step(model, copied(groups), **LEARN)
+    other = await nb.train_step(twin, copied(groups), **LEARN)  # another model's is none of its business
+    result = await first
+    assert result.metrics["loss"] == other.metrics["loss"] and model.run.step == 1
+    again = await nb.train_step(model, await play(model), **LEARN)
+    assert again.policy_version == 2, "and the next one may come"

@@ -18,6 +18,7 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 from reference_models import load as load_plain
 from reference_models import logprobs_of
 from safetensors.torch import load_file
@@ -27,6 +28,8 @@ from unsloth_zoo.cpu.runtime import cpu_bnb_4bit_supported
 
 from artnb.backends import trainer_unsloth
 from artnb.backends.packing_check import PackingWarning
+from artnb.backends.stack import Stack, load_model
+from artnb.backends.trainer_full import FullTrainer
 from artnb.backends.trainer_unsloth import UnslothTrainer
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import CheckpointError, ConfigurationError
@@ -142,6 +145,14 @@ def test_bfloat16_points_the_same_way(tiny_model):
     rows = conversations()
     assert least_cosine(gradients(ours, rows, TrainConfig()), gradients(theirs, rows, TrainConfig())) > 0.99
     assert ours.packing is not None and ours.packing.is_true
+
+
+def test_all_weights_have_the_gradient_of_a_process_without_unsloth(tiny_model):
+    model, _ = trainer_unsloth.load(tiny_model, dtype=torch.float32)
+    ours = FullTrainer(model)
+    assert ours.parameters.keys() == {n for n, _ in load_plain(tiny_model).named_parameters()}
+    found = gradients(ours, conversations(), TrainConfig())
+    assert relative_error(found, load_file(REFERENCE / "full.safetensors")) < 1e-5
 
 
 # ---- packing -----------------------------------------------------------------------------------
@@ -296,6 +307,16 @@ def test_what_it_cannot_do_is_refused(tiny_model):
             UnslothTrainer(model, LoraConfig(targets=targets))
     with pytest.raises(ConfigurationError, match="optimizer"):
         UnslothTrainer(model, LoraConfig(), optimizer="sgd")  # type: ignore[arg-type]
+
+
+def test_attention_that_is_more_than_causal_softmax_is_refused_unloaded(tmp_path):
+    """Unsloth would load such models, and the attention that runs would not be theirs."""
+    window = transformers.MistralConfig(sliding_window=64, max_position_embeddings=512)
+    capped = transformers.Gemma2Config()
+    for config, message in ((window, "sliding-window"), (capped, "sliding|caps")):
+        config.save_pretrained(tmp_path)
+        with pytest.raises(ConfigurationError, match=message):
+            load_model(Stack("unsloth", "torch", "cpu"), tmp_path, torch.float32, LoraConfig(), {}, {})
 
 
 def test_on_a_cpu_the_layers_are_transformers_and_pefts(tiny_model):

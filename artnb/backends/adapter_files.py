@@ -1,4 +1,4 @@
-"""How do an adapter and its optimizer get to disk and back? As safetensors, checked before they are used."""
+"""How do trained weights and their optimizer get to disk and back? As safetensors, checked before use."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import torch
 
 from artnb.errors import CheckpointError
 
-_PREFIX = "base_model.model."
-_ADAPTER, _OPTIMIZER = "adapter_model.safetensors", "optimizer.safetensors"
+_OPTIMIZER = "optimizer.safetensors"
 
 Parameters = Mapping[str, torch.Tensor]
 """By name: ``model.layers.0.self_attn.q_proj.lora_A.weight``."""
 
 
-def write_adapter(folder: Path, parameters: Parameters, moments: Mapping[str, torch.Tensor]) -> None:
-    """Write the adapter under peft's names, and moments by ``parameter/moment``."""
+def write_weights(folder: Path, file: str, weights: Parameters, moments: Mapping[str, torch.Tensor]) -> None:
+    """Write weights to ``file``, and moments by ``parameter/moment`` beside it."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    adapter = {_PREFIX + name: p.detach().contiguous() for name, p in parameters.items()}
+    tensors = {name: p.detach().contiguous() for name, p in weights.items()}
     try:
-        save_file(adapter, folder / _ADAPTER, metadata={"format": "pt"})
+        save_file(tensors, folder / file, metadata={"format": "pt"})
         save_file(dict(moments), folder / _OPTIMIZER)
     except SafetensorError as error:
         raise CheckpointError(
@@ -33,13 +32,13 @@ def write_adapter(folder: Path, parameters: Parameters, moments: Mapping[str, to
         ) from error
 
 
-def read_adapter(folder: Path, parameters: Parameters) -> dict[str, torch.Tensor]:
-    """The tensors of a saved adapter, which has the names and shapes of ``parameters``."""
-    state = {name.removeprefix(_PREFIX): t for name, t in _read_file(folder / _ADAPTER).items()}
+def read_weights(folder: Path, file: str, parameters: Parameters) -> dict[str, torch.Tensor]:
+    """The tensors of a saved file, which has the names and shapes of ``parameters``."""
+    state = _read_file(folder / file)
     missing, extra = sorted(parameters.keys() - state.keys()), sorted(state.keys() - parameters.keys())
     if missing or extra:
         raise CheckpointError(
-            f"{folder.name} holds another adapter: {len(missing)} of this model's tensors are missing "
+            f"{folder.name} holds other weights: {len(missing)} of this model's tensors are missing "
             f"({', '.join(missing[:2])}...), {len(extra)} are unknown ({', '.join(extra[:2])}...)"
         )
     for name, parameter in parameters.items():
@@ -61,7 +60,7 @@ def read_moments(
         name, _, kind = key.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None or (kind in full_size and moment.shape != parameter.shape):
-            raise CheckpointError(f"{folder.name}: {key} of its optimizer does not fit this adapter")
+            raise CheckpointError(f"{folder.name}: {key} of its optimizer does not fit this model")
         # bitsandbytes counts its steps in a Python integer
         state.setdefault(name, {})[kind] = int(moment) if moment.dtype == torch.int64 else moment
     for name, moments in state.items():

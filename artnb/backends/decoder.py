@@ -22,7 +22,7 @@ Weights = Mapping[str, torch.Tensor]
 
 
 class Decoder(Protocol):
-    """A causal language model whose linear layers can be exchanged."""
+    """A causal language model whose weights can be exchanged."""
 
     def forward(self, ids_N: torch.Tensor, positions_N: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Hidden states (N, H) of flat tokens."""
@@ -33,7 +33,7 @@ class Decoder(Protocol):
         ...
 
     def load(self, weights: Weights) -> bool:
-        """Take linear weights by layer name; True when one of them differs from what was held."""
+        """Take weights by layer name; True when one of them differs from what was held."""
         ...
 
     def holds(self, weights: Weights) -> list[str]:
@@ -112,11 +112,16 @@ class PackedLinear(torch.nn.Module):
 
 
 class _Exchangeable:
-    """Linear layers by name, some of them fused."""
+    """Layers by name: linear ones, some of them fused, and others whose weight is used as it is."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: Any) -> None:
         self.fused: dict[PackedLinear, list[str]] = {}
         self.home: dict[str, PackedLinear] = {}
+        self.others: dict[str, Any] = {}
+        names = {module: name for name, module in model.named_modules()}
+        embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+        self.tied = {names[embedding]: names[head]} if embedding.weight is head.weight else {}
+        """The output layer that takes an embedding's weight too."""
 
     def add(self, packed: PackedLinear, *names: str) -> PackedLinear:
         self.fused[packed] = list(names)
@@ -124,22 +129,32 @@ class _Exchangeable:
         return packed
 
     def load(self, weights: Weights) -> bool:
-        changed = False
-        for packed in {self.home[name]: None for name in weights}:
+        changed, weights = False, self._with_tied(weights)
+        for name in weights.keys() - self.home.keys():
+            if not torch.equal(self.others[name].weight, weights[name]):
+                self.others[name].weight = torch.nn.Parameter(weights[name].detach().clone(), False)
+                changed = True
+        for packed in {self.home[name]: None for name in weights if name in self.home}:
             held = dict(zip(self.fused[packed], packed.plain(), strict=True))
             new = {name: weights.get(name, old) for name, old in held.items()}
             if not all(torch.equal(new[name], held[name]) for name in held):
-                packed.load(list(new.values()))
+                # a weight that is not packed would be the trainer's own, which its next update changes
+                packed.load([weight if packed.packs else weight.detach().clone() for weight in new.values()])
                 changed = True
         return changed
 
     def holds(self, weights: Weights) -> list[str]:
-        wrong = []
-        for packed in {self.home[name]: None for name in weights}:
+        weights = self._with_tied(weights)
+        others = weights.keys() - self.home.keys()
+        wrong = [name for name in others if not torch.equal(self.others[name].weight, weights[name])]
+        for packed in {self.home[name]: None for name in weights if name in self.home}:
             for name, held in zip(self.fused[packed], packed.plain(), strict=True):
                 if name in weights and not torch.equal(held, weights[name]):
                     wrong.append(name)
         return wrong
+
+    def _with_tied(self, weights: Weights) -> Weights:
+        return {**weights, **{head: weights[name] for name, head in self.tied.items() if name in weights}}
 
 
 class ModulesDecoder:
@@ -148,9 +163,12 @@ class ModulesDecoder:
     def __init__(self, model: Any, *, packs: bool) -> None:
         shared = {id(t): t for t in (*model.parameters(), *model.buffers())}
         self.model = copy.deepcopy(model, shared).eval()
-        self.linears = _Exchangeable()
+        self.linears = _Exchangeable(model)
         for name, module in list(self.model.named_modules()):
-            if isinstance(module, torch.nn.Linear):
+            if not isinstance(module, torch.nn.Linear):
+                if module._parameters.get("weight") is not None:
+                    self.linears.others[name] = module
+            else:
                 parent, _, leaf = name.rpartition(".")
                 packed = self.linears.add(PackedLinear(module, packs=packs), name)
                 setattr(self.model.get_submodule(parent), leaf, packed)
@@ -171,8 +189,9 @@ def _is_llama_shaped(model: Any) -> bool:
 
 
 class _Norm:
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, name: str, linears: _Exchangeable) -> None:
         self.weight, self.eps = module.weight, module.variance_epsilon
+        linears.others[name] = self
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
@@ -192,13 +211,17 @@ class _Layer:
         self.qkv = pack("self_attn", "q_proj", "k_proj", "v_proj")
         self.out = pack("self_attn", "o_proj")
         self.gate, self.up, self.down = (pack("mlp", n) for n in ("gate_proj", "up_proj", "down_proj"))
-        self.before, self.after = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
+
+        def norm(name: str) -> _Norm:
+            return _Norm(layer.get_submodule(name), f"{prefix}.{name}", linears)
+
+        self.before, self.after = norm("input_layernorm"), norm("post_attention_layernorm")
         self.scaling, self.head_dim = attention.scaling, attention.head_dim
         self.heads = attention.q_proj.out_features // self.head_dim
         self.kv_heads = attention.k_proj.out_features // self.head_dim
         self.index = attention.layer_idx
-        self.q_norm = _Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.k_norm = _Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self.q_norm = norm("self_attn.q_norm") if hasattr(attention, "q_norm") else None
+        self.k_norm = norm("self_attn.k_norm") if hasattr(attention, "k_norm") else None
         assert isinstance(mlp.gate_proj, torch.nn.Linear)
 
     def forward(
@@ -222,18 +245,27 @@ class _Layer:
         return self.down.plus(self.up.times(normed, self.gate.silu(normed)), x)
 
 
+class _Table:
+    """An embedding's weight (V, H): the module is a trainer's as well, which may give it another one."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.weight = weight
+
+
 class LeanDecoder:
     """A decoder of Llama's shape (Llama, Mistral, Qwen2, Qwen3) with fused kernels."""
 
     def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
         prefix = next(name for name, module in model.named_modules() if module is decoder)
-        self.linears = _Exchangeable()
-        self.embed, self.rotary = decoder.embed_tokens, copy.deepcopy(decoder.rotary_emb)
+        self.linears = _Exchangeable(model)
+        self.embed = _Table(decoder.embed_tokens.weight)
+        self.linears.others[f"{prefix}.embed_tokens"] = self.embed
+        self.rotary = copy.deepcopy(decoder.rotary_emb)
         self.layers = [
             _Layer(layer, f"{prefix}.layers.{i}", self.linears) for i, layer in enumerate(decoder.layers)
         ]
-        self.norm = _Norm(decoder.norm)
+        self.norm = _Norm(decoder.norm, f"{prefix}.norm", self.linears)
         self.head = self.linears.add(PackedLinear(model.get_output_embeddings(), packs=True), "lm_head")
         self.load, self.holds = self.linears.load, self.linears.holds
 

@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import json
 import math
-import os
 import random
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -25,8 +22,17 @@ import torch
 from artnb.backends.base import SampleRequest, SampleResult
 from artnb.backends.decoder import Weights
 from artnb.backends.engine_loop import EngineLoop, fail
-from artnb.backends.vllm_process import quiet, set_environment, undisturbed
-from artnb.backends.vllm_weights import Adapter, BaseWeights, VllmWeights, checksum
+from artnb.backends.vllm_process import (
+    alone,
+    opened,
+    quiet,
+    set_environment,
+    shut_down,
+    starting,
+    undisturbed,
+)
+from artnb.backends.vllm_seeds import spare_generators
+from artnb.backends.vllm_weights import Adapter, BaseWeights, VllmWeights, as_folder, checksum
 from artnb.errors import ConfigurationError, NonFiniteLogits, PromptTooLong, RequestError, require
 
 Publish = Literal["lora", "merged"]
@@ -89,19 +95,22 @@ class VllmEngine(EngineLoop[_Running]):
             "kv_cache_memory_bytes": kv_bytes,
             "seed": seed,
             "enforce_eager": on_cpu,
-            # in parts, a prompt takes random draws back, which a CPU's generators cannot do
-            "enable_chunked_prefill": not on_cpu,
+            # prompt tokens that a step reads: longer prompts are read in parts
+            "max_num_batched_tokens": max(2048, max_running),
             "enable_lora": self.publish == "lora",
             "max_lora_rank": next(rank for rank in _RANKS if rank >= lora_rank),
             **_DEFAULTS,
             **engine_kwargs,
         }
         self.llm = _make(options) if llm is None else _given(llm, engine_kwargs)
+        opened(self.llm)
+        if problem := _problem(self.publish, self.llm.vllm_config):
+            if llm is None:
+                shut_down(self.llm)
+            raise ConfigurationError(problem)
+        if on_cpu:
+            spare_generators(self._runner)
         config = self.llm.vllm_config.model_config
-        if self.publish == "lora" and self.llm.vllm_config.lora_config is None:
-            raise ConfigurationError("publish='lora' needs a vLLM engine made with enable_lora=True")
-        if self.publish == "merged" and config.quantization is not None:
-            raise ConfigurationError("merged weights cannot replace quantized ones; use publish='lora'")
         self.max_context, self._logprobs_mode = int(config.max_model_len), config.logprobs_mode
         self.max_running = min(max_running, self.llm.vllm_config.scheduler_config.max_num_seqs)
         self.tokenizer = tokenizer
@@ -158,7 +167,7 @@ class VllmEngine(EngineLoop[_Running]):
             )
         self.served = ""  # should an exchange stop half way, the next request loads its policy anew
         self.wake()
-        with quiet():
+        with quiet(), alone:
             if isinstance(weights, Adapter):
                 changed = self._load_merged({}) | self._load_adapter(weights, policy)
             else:
@@ -171,11 +180,12 @@ class VllmEngine(EngineLoop[_Running]):
         """Names among these layers that vLLM does not serve bit for bit.
 
         An adapter's factors are compared as they lie in vLLM's active slot, matrices that can be
-        read as a whole; of matrices that the CPU build keeps in an order of its own, 64 columns
+        read as a whole; of matrices that the CPU build keeps in an order of its own, 32 columns
         drawn anew each time.
         """
         if not isinstance(weights, Adapter):
-            return self._weights.wrong(weights)
+            with alone:
+                return self._weights.wrong(weights)
         if weights.changes_nothing and self._adapter is None:
             return []
         number = self._adapter.lora_int_id if self._adapter else 0
@@ -193,18 +203,29 @@ class VllmEngine(EngineLoop[_Running]):
                     rows = output.prompt_logprobs
                     return torch.tensor([rows.logprobs[start] for start in rows.start_indices[1:]])
 
-    def sleep(self) -> bool:
-        """Free the cache and move the weights out of a GPU until ``wake`` or the next request.
-
-        False, and nothing done, on a CPU or where vLLM was made without enable_sleep_mode. Call it
-        through ``call``: no request may be running.
-        """
+    @property
+    def sleeps(self) -> bool:
+        """Whether ``sleep`` frees anything: on a GPU, where vLLM was made with enable_sleep_mode."""
         config = self.llm.vllm_config
-        if config.device_config.device_type == "cpu" or not config.model_config.enable_sleep_mode:
+        return config.device_config.device_type != "cpu" and bool(config.model_config.enable_sleep_mode)
+
+    def sleep(self) -> bool:
+        """Free the cache, and keep the weights where they are, until ``wake`` or the next request.
+
+        False, and nothing done, where there is nothing to free. A vLLM without
+        ``release_kv_cache_memory`` can free its cache only together with its weights, which then wait in
+        the host's memory. Call it through ``call``: no request may be running.
+        """
+        if not self.sleeps:
             return False
         if not self._asleep:
+            self._advance()  # vLLM forgets finished requests in the step after their last
             self._drop_prefixes()
-            self.llm.sleep(level=1)
+            if hasattr(self.llm, "release_kv_cache_memory"):
+                self.llm.sleep(level=0)  # takes no step meanwhile
+                self.llm.release_kv_cache_memory()
+            else:
+                self.llm.sleep(level=1)
             self._asleep = True
         return True
 
@@ -231,12 +252,12 @@ class VllmEngine(EngineLoop[_Running]):
         self._loaded |= weights.keys()
         tensors = self._weights.complete(full)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": tensors})
+        self._weights.pack_head(full)
         self._held = sums
         return True
 
     def _load_adapter(self, adapter: Adapter, policy: str) -> bool:
-        """Exchange the adapter. vLLM reads it from a folder, which lies in memory where it can."""
-        from safetensors.torch import save_file
+        """Exchange the adapter, which vLLM reads from a folder."""
         from vllm.lora.request import LoRARequest
 
         sums = {} if adapter.changes_nothing else {n: checksum(t) for n, t in adapter.tensors.items()}
@@ -247,15 +268,7 @@ class VllmEngine(EngineLoop[_Running]):
         if not sums:
             return changed
         self._number += 1  # vLLM and its prefix cache know an adapter by number and name: never twice
-        in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        with tempfile.TemporaryDirectory(prefix="artnb-", dir=in_memory) as folder:
-            tensors = {f"base_model.model.{n}": t.detach().contiguous() for n, t in adapter.tensors.items()}
-            save_file(tensors, Path(folder) / "adapter_model.safetensors")
-            targets = sorted({layer.rpartition(".")[2] for layer in adapter.layers})
-            shape = {"peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.alpha}
-            (Path(folder) / "adapter_config.json").write_text(
-                json.dumps({**shape, "target_modules": targets})
-            )
+        with as_folder(adapter) as folder:
             request = LoRARequest(f"{policy}-{self._number}", self._number, folder)
             if not self.llm.add_lora(request):
                 raise RuntimeError(f"vLLM did not take adapter {request.lora_name}")
@@ -343,7 +356,8 @@ class VllmEngine(EngineLoop[_Running]):
 
     def _advance(self) -> list[Any]:
         """One step of vLLM's; finishes the requests that it finished."""
-        outputs = self.llm.step()
+        with alone:
+            outputs = self.llm.step()
         self.counters["steps"] += 1
         for output in outputs:
             running = self._running.pop(output.request_id, None)
@@ -398,8 +412,7 @@ class VllmEngine(EngineLoop[_Running]):
     def _release(self) -> None:
         self._running.clear()
         self._waiting.clear()
-        with quiet():
-            self.llm.engine_core.shutdown()
+        shut_down(self.llm)
         del self.llm, self._weights
         gc.collect()
 
@@ -420,24 +433,35 @@ _DEFAULTS: dict[str, Any] = {
 def _is_on_cpu() -> bool:
     """Whether this vLLM was built for CPUs."""
     set_environment()
-    require("vllm", extra="gpu", why="to sample with vLLM in this kernel")
-    from vllm.platforms import current_platform
+    with starting():
+        require("vllm", extra="gpu", why="to sample with vLLM in this kernel")
+        from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def _make(options: dict[str, Any]) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+    with starting():
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     if unknown := sorted(options.keys() - known):
         raise ConfigurationError(f"engine_kwargs: vLLM's EngineArgs have no {', '.join(unknown)}")
-    with quiet(), undisturbed():
+    with starting(), undisturbed(), alone:
         try:
             return LLMEngine.from_engine_args(EngineArgs(**options))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, AssertionError) as error:
             raise ConfigurationError(f"vLLM cannot be made: {error}") from error
+
+
+def _problem(publish: Publish, config: Any) -> str:
+    """Why an engine cannot be served policies in this form; empty when it can."""
+    if publish == "lora" and config.lora_config is None:
+        return "publish='lora' needs a vLLM engine made with enable_lora=True"
+    if publish == "merged" and config.model_config.quantization is not None:
+        return "merged weights cannot replace quantized ones; use publish='lora'"
+    return ""
 
 
 def _given(llm: Any, engine_kwargs: Mapping[str, Any]) -> Any:

@@ -28,8 +28,9 @@ from artnb.backends import stack as stacks
 from artnb.backends.adapter_files import read_json
 from artnb.backends.base import Publication, SampleRequest, SampleResult
 from artnb.backends.decoder import Weights
-from artnb.backends.quiet import import_tqdm
-from artnb.backends.trainer import Factors, Trainer
+from artnb.backends.quiet import import_tqdm, without_remarks
+from artnb.backends.scoring import score_rows
+from artnb.backends.trainer import Policy, Trainer
 from artnb.backends.vllm_weights import Adapter
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import CheckpointError, ConfigurationError, PublicationError, RequestError, require
@@ -48,12 +49,13 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
 class LocalBackend:
-    """One base model, a LoRA adapter, a trainer and an engine in this process.
+    """One base model, a LoRA adapter or all weights to train, a trainer and an engine in this process.
 
     base: a Hugging Face id or a folder that transformers loads. dtype: ``bfloat16``, ``float16`` or
     ``float32``; None takes bf16 where this machine multiplies it natively. engine, trainer, and their
     options: see ``stack``. checkpoint: finds the folder of a checkpoint name, for
-    ``sample(policy="step_000012")``.
+    ``sample(policy="step_000012")``. memory_bytes: what may be used; a model whose weights are all to be
+    trained (``trainer_kwargs={"full_finetuning": True}``) and would need more is refused unloaded.
     """
 
     def __init__(
@@ -68,17 +70,22 @@ class LocalBackend:
         engine_kwargs: Mapping[str, Any] | None = None,
         trainer_kwargs: Mapping[str, Any] | None = None,
         checkpoint: Callable[[str], Path] | None = None,
+        memory_bytes: int | None = None,
         seed: int = 0,
     ) -> None:
         import_tqdm()
         self.stack = stacks.choose(trainer, engine)
+        self.trains_all = stacks.trains_all(self.stack, lora, trainer_kwargs or {}, engine_kwargs or {})
         stacks.prepare(self.stack)
-        require("transformers", extra="cpu", why="to run a model in this kernel")
-        require("peft", extra="cpu", why="to train an adapter")
+        with without_remarks():
+            require("transformers", extra="cpu", why="to run a model in this kernel")
+            require("peft", extra="cpu", why="to train an adapter")
         _tune_malloc()
         self.base_model = base_name or str(base)
         self.lora = lora
         self.dtype = _dtype(dtype, self.stack.device)
+        if self.trains_all and memory_bytes is not None:
+            stacks.check_full_fits(base, self.dtype, trainer_kwargs or {}, memory_bytes)
         self.checkpoint = checkpoint
         self._version = 0
         self._closed = False
@@ -98,7 +105,7 @@ class LocalBackend:
 
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(base)
         self.tokenizer.clean_up_tokenization_spaces = False  # text is what the tokens say
-        model = stacks.load_model(self.stack, base, self.dtype, trainer_kwargs)
+        model = stacks.load_model(self.stack, base, self.dtype, self.lora, trainer_kwargs, engine_kwargs)
         self.engine = stacks.make_engine(
             self.stack,
             base,
@@ -106,13 +113,14 @@ class LocalBackend:
             self.tokenizer,
             self._policy,
             self._compute,
-            lora=self.lora,
+            lora=None if self.trains_all else self.lora,
             seed=seed,
             options=engine_kwargs,
+            trainer_options=trainer_kwargs,
         )
         self._trainer: Trainer | None = stacks.make_trainer(self.stack, model, self.lora, trainer_kwargs)
         self.max_context = self.engine.max_context
-        self._published = self.trainer.factors()
+        self._published = self.trainer.policy()
         probe = self.tokenizer(_PROBE, add_special_tokens=False).input_ids
         self._probe: list[int] = list(probe)[:64]
         trainable = sum(p.numel() for p in self.trainer.parameters.values())
@@ -150,7 +158,7 @@ class LocalBackend:
             # not the trainer's own: an update may be under way that is not published yet
             return self._effective(self._published), self._version
         folder = self._checkpoint_folder(name)
-        weights = self._effective(self.trainer.factors_of(folder))
+        weights = self._effective(self.trainer.policy_of(folder))
         return weights, int(read_json(folder / "backend.json")["policy_version"])
 
     def _base(self) -> Weights | Adapter:
@@ -158,12 +166,12 @@ class LocalBackend:
             return Adapter({}, self.lora.rank, self.lora.alpha)
         return self.trainer.base_weights()
 
-    def _effective(self, factors: Factors) -> Weights | Adapter:
-        """These factors as the engine takes them: an adapter, or merged into the base weights."""
+    def _effective(self, policy: Policy) -> Weights | Adapter:
+        """A policy as the engine takes it: an adapter, or merged into the base weights."""
         if not self._serves_adapters:
-            return self.trainer.weights_from(factors)
+            return self.trainer.weights_from(policy)
         tensors: dict[str, torch.Tensor] = {}
-        for name, (a, b) in factors.items():
+        for name, (a, b) in policy.items():
             tensors |= {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}
         return Adapter(tensors, self.lora.rank, self.lora.alpha)
 
@@ -176,6 +184,8 @@ class LocalBackend:
     async def forward_backward(
         self, samples: Sequence[Sample], config: TrainConfig, *, loss_denominator: float
     ) -> dict[str, float]:
+        if getattr(self.engine, "sleeps", False):  # until the next request: both do not fit at once
+            await self._engine_call(self.engine.sleep)
         cancelled = threading.Event()
         work = partial(
             self.trainer.forward_backward,
@@ -191,6 +201,21 @@ class LocalBackend:
             raise
         return {**summarize(statistics, config), **sizes}
 
+    async def score(
+        self, samples: Sequence[Sample], config: TrainConfig, *, base: bool = False
+    ) -> list[tuple[float, ...]]:
+        """Logprobs of each row's sampled tokens, in order, at the row's temperature: the trained policy's,
+        or the base's."""
+        if getattr(self.engine, "sleeps", False):
+            await self._engine_call(self.engine.sleep)
+        cancelled = threading.Event()
+        work = partial(score_rows, self.trainer, samples, config, base=base, cancelled=cancelled)
+        try:
+            return await self._in_compute(work)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
     async def optim_step(self, config: TrainConfig) -> dict[str, float]:
         return await self._in_compute(partial(self.trainer.optim_step, config))
 
@@ -200,7 +225,7 @@ class LocalBackend:
     async def restore(self, snapshot: Any) -> None:
         trained, version = snapshot
         await self._in_compute(partial(self.trainer.restore, trained))
-        self._version, self._published = version, self.trainer.factors()
+        self._version, self._published = version, self.trainer.policy()
         await self._engine_call(partial(self._serve_trained, version))
 
     async def publish_weights(self, policy_version: int) -> Publication:
@@ -219,7 +244,7 @@ class LocalBackend:
                 f"{gap.mean():.3f} in mean logprob on the probe (tolerance {tolerance})"
             )
         self._version = policy_version
-        self._published = self.trainer.factors()
+        self._published = self.trainer.policy()
         return Publication(
             policy_version=policy_version,
             seconds=time.perf_counter() - started,
@@ -233,9 +258,7 @@ class LocalBackend:
     def _serve_trained(self, version: int) -> bool:
         """Load the trainer's policy into the engine and compare what it then holds, bit by bit."""
         trained = (
-            self._effective(self.trainer.factors())
-            if self._serves_adapters
-            else self.trainer.merged_weights()
+            self._effective(self.trainer.policy()) if self._serves_adapters else self.trainer.merged_weights()
         )
         changed = self.engine.load(trained, "current", version)
         if wrong := self.engine.holds(trained):
@@ -278,15 +301,13 @@ class LocalBackend:
         vocabulary = sorted(self.tokenizer.get_vocab().items())
         template = self.tokenizer.chat_template or ""
         digest = hashlib.sha256(repr((vocabulary, template)).encode()).hexdigest()[:16]
+        lora = self.lora
+        adapter = {"rank": lora.rank, "alpha": lora.alpha, "targets": lora.peft_targets}
         return {
             "identity": {
                 "base_model": self.base_model,
                 "tokenizer": digest,
-                "adapter": {
-                    "rank": self.lora.rank,
-                    "alpha": self.lora.alpha,
-                    "targets": self.lora.peft_targets,
-                },
+                "adapter": None if self.trains_all else adapter,
             },
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": self.stack.device,

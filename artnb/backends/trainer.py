@@ -1,7 +1,7 @@
 """How are samples turned into a gradient and an update? What all trainers of this kernel have in common.
 
-A trainer says how the model is made (``trainer_peft``, ``trainer_unsloth``); packing, the objective,
-the update and its undoing are here.
+A trainer says how the model is made (``trainer_peft``, ``trainer_unsloth``) and what of it is trained
+(``trainer_lora``, ``trainer_full``); packing, the objective, the update and its undoing are here.
 """
 
 from __future__ import annotations
@@ -9,17 +9,27 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from artnb.backends.adapter_files import read_adapter, read_moments, write_adapter
+from artnb.backends.adapter_files import read_moments, read_weights, write_weights
 from artnb.backends.attention import TreePlan
 from artnb.backends.loss_scale import LossScale
-from artnb.backends.out_of_memory import DoesNotFit, Pieces, free_memory, hopeless, noticing
+from artnb.backends.out_of_memory import (
+    GROW_AFTER,
+    DoesNotFit,
+    Pieces,
+    free_memory,
+    hopeless,
+    noticing,
+    shorten,
+)
 from artnb.backends.packing_check import PackingCheck, PackingWarning, check_packing
 from artnb.config import TrainConfig
 from artnb.errors import ConfigurationError, require
@@ -29,75 +39,95 @@ from artnb.packing import PackedBatch, pack
 from artnb.types import Sample
 
 Statistics = dict[str, torch.Tensor]
-Factors = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""An adapter's A (rank, in) and B (out, rank) by layer."""
+Policy = dict[str, tuple[torch.Tensor, ...]]
+"""What makes a policy, by layer: an adapter's A (rank, in) and B (out, rank), or the weight alone."""
 OptimizerName = Literal["adamw", "adamw_8bit"]
 
 MOMENTS = {"adamw": ("exp_avg", "exp_avg_sq"), "adamw_8bit": ("state1", "state2")}
 """What each optimizer keeps in the shape of its parameter."""
 
 
-class AdaptedLayer(Protocol):
-    """A linear layer with an adapter: effective weight = base + scale * b @ a, in the base's dtype."""
+class TrainedLayer(Protocol):
+    """A layer whose weight a trainer changes."""
 
     layer: Any
-    """The peft layer."""
+    """The module."""
     name: str
-    """The layer's in the model without an adapter: ``model.layers.0.self_attn.q_proj``."""
-    a: torch.nn.Parameter
-    """(rank, in)"""
-    b: torch.nn.Parameter
-    """(out, rank)"""
+    """The layer's in the model as it was loaded: ``model.layers.0.self_attn.q_proj``."""
 
     @property
     def base(self) -> torch.Tensor: ...
 
     @property
-    def merged(self) -> torch.Tensor: ...
+    def merged(self) -> torch.Tensor:
+        """The effective weight, in the base's dtype."""
+        ...
 
     def merge(self) -> tuple[float, float]:
         """Form the effective weight. Returns the update D times itself, and times the change of the
         stored weight: equal where rounding to its dtype lost none of it."""
         ...
 
-    def merged_with(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The effective weight of another adapter of the same shape."""
-        ...
 
+class Trainer(ABC):
+    """What is trained of a causal language model, its optimizer and its gradient.
 
-class Trainer:
-    """A LoRA adapter over a frozen causal language model, its optimizer and its gradient.
-
-    model: the transformers model whose layers ``peft_model`` has adapted in place. optimizer:
-    ``adamw``, or ``adamw_8bit`` of bitsandbytes, which keeps the moments of large factors in 8 bits.
+    model: the transformers model whose layers compute with the trained weights. parameters: what the
+    optimizer changes, by its name in a checkpoint; they are kept in float32 at least. optimizer:
+    ``adamw``, or ``adamw_8bit`` of bitsandbytes, which keeps the moments of large ones in 8 bits.
     """
+
+    weights_file: str
+    """Name of the file of the trained weights in a checkpoint."""
+    names_begin: str = ""
+    """What stands before the name of a parameter in it."""
 
     def __init__(
         self,
         model: Any,
-        peft_model: Any,
-        layers: Sequence[AdaptedLayer],
+        layers: Sequence[TrainedLayer],
+        parameters: Mapping[str, torch.nn.Parameter],
         *,
         optimizer: OptimizerName = "adamw",
     ) -> None:
-        self.model, self.peft_model, self.layers = model, peft_model, list(layers)
+        self.model, self.parameters = model, dict(parameters)
+        self.layers: Sequence[Any] = list(layers)
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.get_output_embeddings().weight.dtype
         self.packing: PackingCheck | None = None
         """The comparison of packed with unpacked logprobs; None until there were rows to compare."""
         self.pieces = Pieces()
         """How finely steps have to be cut; finer since memory ran out in one."""
-        if any(layer.layer is model.get_output_embeddings() for layer in layers):
-            raise ConfigurationError("LoRA targets: the output layer cannot have an adapter")
-        self.parameters: dict[str, torch.nn.Parameter] = {}
-        for layer in layers:
-            for kind, parameter in (("lora_A", layer.a), ("lora_B", layer.b)):
-                parameter.data = parameter.data.to(torch.promote_types(self.dtype, torch.float32))
-                self.parameters[f"{layer.name}.{kind}.weight"] = parameter
+        self._fitted = 0
+        """Calls since then."""
+        for parameter in self.parameters.values():
+            parameter.data = parameter.data.to(torch.promote_types(self.dtype, torch.float32))
         self._optimizer_name: OptimizerName = optimizer
         self.optimizer = _make_optimizer(optimizer, list(self.parameters.values()))
         self.loss_scale = LossScale(self.parameters.values(), enabled=self.dtype == torch.float16)
         self.merge()
+
+    # ---- what is trained ----------------------------------------------------------------------
+
+    @abstractmethod
+    def as_base(self) -> AbstractContextManager[Any]:
+        """A context in which the model computes with the base's weights."""
+
+    @abstractmethod
+    def policy(self) -> Policy:
+        """A copy of the policy as it is."""
+
+    @abstractmethod
+    def policy_of(self, folder: Path) -> Policy:
+        """A saved policy, without loading it into the trainer."""
+
+    @abstractmethod
+    def weights_from(self, policy: Policy) -> dict[str, torch.Tensor]:
+        """The effective weights of a policy by layer, in the model's dtype."""
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the trained weights and the optimizer's state into an existing folder."""
 
     # ---- the objective ------------------------------------------------------------------------
 
@@ -112,24 +142,36 @@ class Trainer:
         """Add these rows' gradient. Returns token statistics by micro-batch, and sizes in all.
 
         ``cancelled`` is looked at before each micro-batch; once it is set, the gradient is dropped.
-        Where memory runs out, everything is computed again in smaller pieces, which are remembered.
-        Raises OutOfMemory, the gradient being what it was, for a row that does not fit by itself.
+        Where memory runs out, everything is computed again in smaller pieces, which are remembered;
+        after GROW_AFTER calls that fitted, twice their size is tried. A row that does not fit by itself
+        loses its end, with a ShortenedRowWarning and counted in ``rows_shortened`` and
+        ``tokens_dropped``. Raises OutOfMemory, the gradient being what it was, for one that does not
+        fit even then.
         """
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters.values()]
-        tried = [self.pieces]
+        grows = self._fitted >= GROW_AFTER
+        tried = [self.pieces.larger() if grows else self.pieces]
+        self._fitted = 0 if grows else self._fitted + 1
         while True:
             try:
-                statistics, sizes = self._accumulate(samples, config, tried[-1], denominator, cancelled)
+                shortened = shorten(samples, tried[-1].row_tokens)
+                statistics, sizes = self._accumulate(
+                    shortened.rows, config, tried[-1], denominator, cancelled
+                )
                 break
             except DoesNotFit as error:
                 problem, smaller = error.with_traceback(None), tried[-1].smaller(error.batch)
             for parameter, gradient in zip(self.parameters.values(), before, strict=True):
                 parameter.grad = None if gradient is None else gradient.clone()
             free_memory(self.device)
+            self._fitted = 0
             if smaller is None:
                 raise hopeless(problem, samples, tried, config.microbatch_tokens)
             tried.append(smaller)
         self.pieces = tried[-1]
+        shortened.tell(samples)
+        sizes["rows_shortened"] = float(len(shortened.places))
+        sizes["tokens_dropped"] = float(shortened.tokens_dropped)
         sizes["microbatch_tokens_used"] = float(min(config.microbatch_tokens, self.pieces.microbatch_tokens))
         sizes["out_of_memory_retries"] = float(len(tried) - 1)
         return statistics, sizes
@@ -202,7 +244,7 @@ class Trainer:
     def logprobs(
         self, batch: PackedBatch, *, entropy_gradient: bool = False, chunk: int = CHUNK
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logprobs and entropies (S,) float32 of the batch's sampled tokens under the adapter.
+        """Logprobs and entropies (S,) float32 of the batch's sampled tokens under the policy.
 
         chunk: positions whose logits are held at once.
         """
@@ -227,7 +269,7 @@ class Trainer:
         return output.last_hidden_state[0]
 
     def _base_logprobs(self, batch: PackedBatch, chunk: int = CHUNK) -> torch.Tensor:
-        with torch.no_grad(), self.peft_model.disable_adapter():
+        with torch.no_grad(), self.as_base():
             return self.logprobs(batch, chunk=chunk)[0]
 
     def score(self, ids: Sequence[int]) -> torch.Tensor:
@@ -266,7 +308,7 @@ class Trainer:
         return {"grad_norm": float(norm), "learning_rate": config.learning_rate}
 
     def snapshot(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """Adapter and optimizer as they are, for ``restore`` when a step does not succeed."""
+        """Trained weights and optimizer as they are, for ``restore`` when a step does not succeed."""
         return [p.detach().clone() for p in self.parameters.values()], copy.deepcopy(
             self.optimizer.state_dict()
         )
@@ -280,12 +322,12 @@ class Trainer:
         self.merge()
 
     def merge(self) -> None:
-        """The adapter has changed: form every effective weight."""
+        """The trained weights have changed: form every effective one."""
         self._products = [layer.merge() for layer in self.layers]
 
     @property
     def rounding_lost(self) -> float:
-        """Share of the adapter's update that the stored weights do not show in its own direction;
+        """Share of the update that the stored weights do not show in its own direction;
         rounding noise beside it is not counted."""
         total, kept = sum(p[0] for p in self._products), sum(p[1] for p in self._products)
         return 1.0 - kept / total if total > 0 else 0.0
@@ -293,48 +335,41 @@ class Trainer:
     # ---- weights for the engine ---------------------------------------------------------------
 
     def merged_weights(self) -> dict[str, torch.Tensor]:
-        """Effective weights (out, in) by layer, in the model's dtype."""
+        """Effective weights by layer, in the model's dtype."""
         return {layer.name: layer.merged for layer in self.layers}
 
     def base_weights(self) -> dict[str, torch.Tensor]:
         return {layer.name: layer.base for layer in self.layers}
 
-    def factors(self) -> Factors:
-        """A copy of the adapter as it is."""
-        return {layer.name: (layer.a.detach().clone(), layer.b.detach().clone()) for layer in self.layers}
-
-    def factors_of(self, folder: Path) -> Factors:
-        """A saved adapter, without loading it into the trainer."""
-        state = {n: t.to(self.device) for n, t in read_adapter(folder, self.parameters).items()}
-        return {
-            layer.name: (state[f"{layer.name}.lora_A.weight"], state[f"{layer.name}.lora_B.weight"])
-            for layer in self.layers
-        }
-
-    def weights_from(self, factors: Factors) -> dict[str, torch.Tensor]:
-        """The effective weights of another adapter of the same shape."""
-        return {layer.name: layer.merged_with(*factors[layer.name]) for layer in self.layers}
-
     def weights_of(self, folder: Path) -> dict[str, torch.Tensor]:
-        """The effective weights of a saved adapter, without loading it into the trainer."""
-        return self.weights_from(self.factors_of(folder))
+        """The effective weights of a saved policy, without loading it into the trainer."""
+        return self.weights_from(self.policy_of(folder))
 
     # ---- saving -------------------------------------------------------------------------------
 
-    def save(self, folder: Path) -> None:
-        """Write adapter (peft's format) and optimizer state into an existing folder."""
-        write_adapter(folder, self.parameters, dict(self._moments()))
-        self.peft_model.peft_config["default"].save_pretrained(str(folder))
+    def _write(self, folder: Path) -> None:
+        weights = {self.names_begin + n: t for n, t in (self.parameters | self._untrained()).items()}
+        write_weights(folder, self.weights_file, weights, dict(self._moments()))
+
+    def _read(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The trained weights of a checkpoint, which must fit this model. Raises CheckpointError."""
+        wanted = {self.names_begin + n: t for n, t in (self.parameters | self._untrained()).items()}
+        found = read_weights(folder, self.weights_file, wanted)
+        return {name: found[self.names_begin + name] for name in self.parameters}
+
+    def _untrained(self) -> dict[str, torch.Tensor]:
+        """What else belongs into the file of the weights."""
+        return {}
 
     def load(self, folder: Path, *, optimizer: bool = True) -> None:
         """Restore what ``save`` wrote. Everything is read and checked before anything changes."""
-        adapter = read_adapter(folder, self.parameters)
+        weights = self._read(folder)
         kinds = MOMENTS[self._optimizer_name]
         moments = read_moments(folder, self.parameters, kinds) if optimizer else {}
         state = {index: moments[name] for index, name in enumerate(self.parameters) if name in moments}
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(adapter[name])
+                parameter.copy_(weights[name])
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.optimizer.zero_grad(set_to_none=True)

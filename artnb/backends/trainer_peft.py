@@ -8,14 +8,15 @@ import torch
 
 from artnb.backends.lean_layers import make_lean
 from artnb.backends.lora import merged_layers
-from artnb.backends.trainer import OptimizerName, Trainer, recompute_activations
+from artnb.backends.trainer import OptimizerName, recompute_activations
+from artnb.backends.trainer_lora import LoraTrainer
 from artnb.config import LoraConfig
 from artnb.errors import ConfigurationError
 
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
-class PeftTrainer(Trainer):
+class PeftTrainer(LoraTrainer):
     """Trains an adapter on a model that transformers loaded with ``attn_implementation="artnb"``.
 
     gradient_checkpointing: keep only the layers' inputs and compute them again in the backward pass.

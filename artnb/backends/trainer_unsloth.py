@@ -14,7 +14,7 @@ are kept apart is measured in either case, at the first step, by ``packing_check
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,11 @@ import torch
 
 from artnb.backends import attention
 from artnb.backends.attention import TreePlan
+from artnb.backends.lean_layers import make_lean
 from artnb.backends.lora import merged_layers
 from artnb.backends.quiet import without_bars
-from artnb.backends.trainer import AdaptedLayer, OptimizerName, Trainer, recompute_activations
+from artnb.backends.trainer import OptimizerName, recompute_activations
+from artnb.backends.trainer_lora import LoraTrainer
 from artnb.config import LoraConfig
 from artnb.errors import ConfigurationError, require
 from artnb.packing import PackedBatch
@@ -88,7 +90,7 @@ def load(
     return model, tokenizer
 
 
-class UnslothTrainer(Trainer):
+class UnslothTrainer(LoraTrainer):
     """Trains an adapter on a model that ``load`` made.
 
     gradient_checkpointing: keep only the layers' inputs, on a GPU in the host's memory, and compute
@@ -115,8 +117,10 @@ class UnslothTrainer(Trainer):
         if gradient_checkpointing:
             recompute_activations(model)
         self._plans_are_seated = self._gpu and _seat_plans()
-        make: Callable[[Any], Iterator[AdaptedLayer]] = merged_layers if merged else _stored_layers
-        super().__init__(model, peft_model, list(make(peft_model)), optimizer=optimizer)
+        layers: list[Any] = list(merged_layers(peft_model) if merged else _stored_layers(peft_model))
+        if merged:
+            make_lean(model, layers)
+        super().__init__(model, peft_model, layers, optimizer=optimizer)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         if not self._gpu:

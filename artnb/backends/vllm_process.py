@@ -7,7 +7,11 @@ import logging
 import os
 import random
 import sys
+import threading
+import warnings
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -18,6 +22,33 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",  # and nothing about it leaves
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+
+alone = threading.RLock()
+"""Held while an engine works: vLLM keeps the forward pass that is under way in a variable of a module,
+so that two engines, each on a thread of its own, take turns."""
+_engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def opened(llm: Any) -> None:
+    """Remember an engine of vLLM's until ``shut_down``."""
+    _engines.add(llm)
+
+
+def shut_down(llm: Any) -> None:
+    """End an engine of vLLM's.
+
+    vLLM then takes down the process groups, which all engines of a process share: the last one does.
+    """
+    module: Any = sys.modules["vllm.v1.engine.core"]
+    take_down = module.cleanup_dist_env_and_memory
+    with quiet(), alone:
+        _engines.discard(llm)
+        if _engines:
+            module.cleanup_dist_env_and_memory = lambda: None
+        try:
+            llm.engine_core.shutdown()
+        finally:
+            module.cleanup_dist_env_and_memory = take_down
 
 
 def set_environment() -> None:
@@ -31,10 +62,12 @@ def set_environment() -> None:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Make a vLLM engine without a trace elsewhere: it would seed every random generator, take
-    ``torch.set_num_threads`` away, and listen on more than the loopback interface."""
+    ``torch.set_num_threads`` away, put ``[rank0]`` before the lines of every traceback, and listen on
+    more than the loopback interface."""
     import numpy
 
     set_num_threads, drawn = torch.set_num_threads, (random.getstate(), numpy.random.get_state())
+    hook = sys.excepthook
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface is None and sys.platform.startswith("linux"):
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -42,11 +75,19 @@ def undisturbed() -> Iterator[None]:
         try:
             yield
         finally:
-            torch.set_num_threads = set_num_threads
+            torch.set_num_threads, sys.excepthook = set_num_threads, hook
             random.setstate(drawn[0])
             numpy.random.set_state(drawn[1])
             if interface is None:
                 os.environ.pop("GLOO_SOCKET_IFNAME", None)
+
+
+@contextlib.contextmanager
+def starting() -> Iterator[None]:
+    """Import vLLM, or make an engine, without its advice to its own developers."""
+    with quiet(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
 
 
 @contextlib.contextmanager

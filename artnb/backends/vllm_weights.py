@@ -6,11 +6,14 @@ of its own that cannot be read. Nothing here imports vLLM: its model is looked a
 
 from __future__ import annotations
 
-import random
+import contextlib
+import json
+import os
+import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from artnb.backends.decoder import Weights
 from artnb.errors import ConfigurationError
 
-_COLUMNS = 64
+_COLUMNS = 32
 """How many columns of a matrix that cannot be read are compared at a time."""
 
 
@@ -39,6 +42,21 @@ class Adapter:
     @property
     def changes_nothing(self) -> bool:
         return not any(t.any() for n, t in self.tensors.items() if n.endswith(".lora_B.weight"))
+
+
+@contextlib.contextmanager
+def as_folder(adapter: Adapter) -> Iterator[str]:
+    """A folder with the adapter in peft's format, in memory where the system has such a place."""
+    from safetensors.torch import save_file
+
+    in_memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="artnb-", dir=in_memory) as folder:
+        tensors = {f"base_model.model.{n}": t.detach().contiguous() for n, t in adapter.tensors.items()}
+        save_file(tensors, Path(folder) / "adapter_model.safetensors")
+        targets = sorted({layer.rpartition(".")[2] for layer in adapter.layers})
+        shape = {"peft_type": "LORA", "r": adapter.rank, "lora_alpha": adapter.alpha}
+        (Path(folder) / "adapter_config.json").write_text(json.dumps({**shape, "target_modules": targets}))
+        yield folder
 
 
 class BaseWeights:
@@ -88,7 +106,8 @@ class VllmWeights:
     def __init__(self, model: torch.nn.Module, dtype: torch.dtype, base: BaseWeights) -> None:
         self.model, self.dtype, self.base = model, dtype, base
         self._packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
-        self._random = random.Random()
+        self._generator = torch.Generator()
+        self._generator.seed()
 
     def complete(self, weights: Weights) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors to load, in order: a fused matrix whose parts are not all given gets the missing
@@ -99,6 +118,17 @@ class VllmWeights:
                     given = layer in weights and tensor == f"{layer}.weight"
                     yield tensor, weights[layer].detach() if given else self.base.read(tensor)
 
+    def pack_head(self, weights: Weights) -> None:
+        """After these were loaded: a CPU multiplies by a packed copy of the output layer, which vLLM leaves
+        as it was where the layer is tied to an embedding."""
+        head: Any = getattr(self.model, "lm_head", None)
+        if not hasattr(head, "cpu_linear"):
+            return
+        modules = self.model.named_modules()
+        tied = {name for name, m in modules if m is not head and getattr(m, "weight", None) is head.weight}
+        if tied & weights.keys():
+            head.quant_method.process_weights_after_loading(head)
+
     def base_of(self, layer: str) -> torch.Tensor:
         """The base model's weight of a layer."""
         return self.base.read(f"{layer}.weight").to(self.dtype)
@@ -107,15 +137,17 @@ class VllmWeights:
         """Names of the layers whose weight is not, bit for bit, the one given.
 
         Matrices that vLLM does not let be read are multiplied by columns of the identity, which
-        gives the weight's own columns back exactly; 64 others are drawn at each call.
+        gives the weight's own columns back exactly; 32 others are drawn at each call.
         """
         names = []
+        drawn: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for module, members in self._groups(weights):
-            held, columns = self._read(module)
+            held, columns = self._read(module, drawn)
             rows = [len(weights[m]) if m in weights else self._rows(m) for m in members]
+            held = held[: sum(rows)]  # vLLM pads the vocabulary
             for layer, part in zip(members, held.split(rows), strict=True):
                 if layer in weights:
-                    expected = weights[layer].detach()[:, columns].to(part.dtype)
+                    expected = weights[layer].detach()[..., columns].to(part.dtype)
                     if not torch.equal(part.to(expected.device), expected):
                         names.append(layer)
         return names
@@ -168,18 +200,45 @@ class VllmWeights:
             return int(file.get_slice(name).get_shape()[0])
 
     @torch.no_grad()
-    def _read(self, module: Any) -> tuple[torch.Tensor, list[int] | slice]:
-        """Columns (out, C) of a layer's weight, and which they are."""
-        inputs = int(module.input_size)
-        if module.weight.dim() == 2 and module.weight.shape[1] == inputs:
+    def _read(
+        self, module: Any, drawn: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    ) -> tuple[torch.Tensor, torch.Tensor | slice]:
+        """Columns (out, C) of a layer's weight, and which they are; norms and embeddings as a whole.
+
+        drawn: the columns, and those of the identity, for each width of a layer.
+        """
+        inputs = getattr(module, "input_size", None)
+        if inputs is None or (module.weight.dim() == 2 and module.weight.shape[1] == inputs):
             return module.weight, slice(None)
-        columns = self._random.sample(range(inputs), min(_COLUMNS, inputs))
-        identity = torch.zeros(len(columns), inputs, dtype=self.dtype)
-        identity[torch.arange(len(columns)), torch.tensor(columns)] = 1.0
+        if inputs not in drawn:
+            columns = torch.randperm(inputs, generator=self._generator)[:_COLUMNS]
+            identity = torch.zeros(len(columns), inputs, dtype=self.dtype)
+            identity[torch.arange(len(columns)), columns] = 1.0
+            drawn[inputs] = columns, identity
+        columns, identity = drawn[inputs]
         return module.quant_method.apply(module, identity, None).T, columns
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """CRC-32 of a tensor's bytes."""
-    content: Any = tensor.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return zlib.crc32(content)
+    """64 bits that tell a tensor from any other that training makes of it, computed where it lies.
+
+    Sums of its 8-byte words, each times an odd number of its own, modulo 2 ** 64: faster than a CRC,
+    which tensors of an odd size get, and on all threads.
+    """
+    content = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if content.numel() % 8:
+        data: Any = content.cpu().numpy()
+        return zlib.crc32(data)
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for words in content.view(torch.int64).split(_WORDS):
+        total = 31 * total + (words * _odd(tensor.device)[: len(words)]).sum()
+    return int(total)
+
+
+_WORDS = 1 << 18
+"""How many are multiplied at a time: they stay in the processor's cache."""
+
+
+@cache
+def _odd(device: torch.device) -> torch.Tensor:
+    return torch.arange(1, 2 * _WORDS, 2, device=device)

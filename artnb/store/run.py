@@ -19,6 +19,7 @@ from typing import Any
 from artnb.errors import ArtnbError, ConfigurationError, RunMismatch
 from artnb.store import checkpoints as checkpoint_files
 from artnb.store.codec import decode, encode
+from artnb.store.controls import Control, Controls, check_control
 from artnb.store.folder import STEP_KINDS, RunFolder, differences, run_path
 from artnb.store.journal import write_atomically
 from artnb.store.owner import Owner
@@ -43,12 +44,17 @@ class Run(RunFolder):
         self.has_earlier_rollouts = False
         """True when an earlier process left rollouts of the present step or later ones."""
         self._reused: set[str] = set()
+        self.controls = Controls()
+        self.on_step: list[Callable[[], object]] = []
+        """Called after each finished step, in the thread that wrote its metrics."""
 
     step: int
     """Training steps finished so far, skipped ones included."""
     cursor: dict[str, Any]
     """Where you are in your own data, JSON values only: kept with every checkpoint and back on resume.
     Scenarios drawn by the step's number need none."""
+    controls: Controls
+    """What a person asked of the loop; see ``ask``."""
 
     @classmethod
     def open(
@@ -121,6 +127,7 @@ class Run(RunFolder):
     def _resume(self, identity: Mapping[str, Any] | None, replaced_owner: Mapping[str, Any] | None) -> None:
         torn = [self._events.repair(), self._metrics.repair()]
         self._session = self._timeline().session + 1
+        self.controls = Controls.of(self._events.read())
         self._describe(identity)
         folder = self.path / "checkpoints"
         cleaned = checkpoint_files.clean_leftovers(folder)
@@ -173,21 +180,37 @@ class Run(RunFolder):
     def steps(self, total: int) -> Iterator[int]:
         """Step numbers from where the run stands up to ``total - 1``.
 
-        Ends early when a file named STOP appears in the run folder; the file is removed.
+        Ends early when a file named STOP appears in the run folder, which is removed, or after
+        ``ask("stop")``.
         """
         step = self.step
-        while step < total and not self._take_stop_file():
+        while step < total and not self._takes_stop():
             before = self.step
             yield step
             step = step + 1 if self.step == before else self.step
 
-    def _take_stop_file(self) -> bool:
+    def _takes_stop(self) -> bool:
         stop = self.path / "STOP"
-        if not stop.exists():
+        reasons = ["STOP file"] * stop.exists() + ["asked for"] * self.controls.stop
+        if not reasons:
             return False
         stop.unlink(missing_ok=True)
-        self.record_event("stopped", step=self.step, reason="STOP file")
+        self.record_event("stopped", step=self.step, reason=reasons[0])
         return True
+
+    def ask(self, control: Control, value: float | None = None) -> None:
+        """Ask the running loop for something; any thread may, and the journal remembers it.
+
+        stop: ``steps`` ends after the step under way. pause: the next ``gather`` waits for resume, or for
+        stop. learning_rate: every step from the next one on takes ``value`` instead of the notebook's own;
+        None gives it back. Raises ConfigurationError, and what ``record_event`` raises.
+        """
+        check_control(control, value)
+        self.record_event("control", control=control, step=self.step, value=value)
+
+    def note(self, text: str) -> None:
+        """Write a person's remark into the journal."""
+        self.record_event("note", step=self.step, text=text)
 
     def roll_back(self, to: int) -> None:
         """Mark everything after the policy of step ``to`` as undone and go on from there."""
@@ -210,11 +233,15 @@ class Run(RunFolder):
         self._metrics.append({"time": time.time(), **record, "session": self._session})
         if is_training:
             self.step += 1
+            for tell in self.on_step:
+                tell()
 
     def record_event(self, kind: str, **fields: Any) -> None:
         """Append a line to events.jsonl."""
         self.check_writable()
-        self._events.append({"kind": kind, "time": time.time(), **fields, "session": self._session})
+        event = {"kind": kind, "time": time.time(), **fields, "session": self._session}
+        self._events.append(event)
+        self.controls.add(event)
 
     def append_trajectory(
         self,

@@ -10,41 +10,70 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from artnb.errors import ConfigurationError
 from artnb.ui.html import progress_html
 from artnb.ui.snapshot import seconds_text
 
-Mode = Literal["html", "text", "none"]
+Mode = Literal["live", "html", "text", "none"]
 
 _NOTEBOOK_INTERVAL, _VSCODE_INTERVAL, _TERMINAL_INTERVAL, _LOG_INTERVAL = 0.25, 0.5, 0.2, 15.0
 
 
 def detect() -> Mode:
-    """``html`` in a Jupyter kernel, ``text`` elsewhere; the variable ARTNB_UI overrides.
+    """``live`` where widgets may be used, ``html`` in other kernels, ``text`` elsewhere.
 
-    >>> detect() in ("html", "text", "none")
+    A kernel counts as batch work, without widgets, until its environment proves that somebody sits before
+    it. The variable ARTNB_UI overrides: ``live``, ``html``, ``text`` or ``none``.
+
+    >>> detect() in ("live", "html", "text", "none")
     True
     """
-    override = os.environ.get("ARTNB_UI", "")
+    override: Any = os.environ.get("ARTNB_UI")
     if override:
-        modes: dict[str, Mode] = {"html": "html", "text": "text", "none": "none"}
-        if override not in modes:
-            raise ConfigurationError(f"ARTNB_UI must be html, text or none; got {override!r}")
-        return modes[override]
-    return "html" if _in_kernel() else "text"
+        if override not in get_args(Mode):
+            raise ConfigurationError(f"ARTNB_UI must be live, html, text or none; got {override!r}")
+        return override
+    if kernel() is None:
+        return "text"
+    return "live" if _is_interactive() else "html"
 
 
-def _in_kernel() -> bool:
+def _is_interactive() -> bool:
+    if _is_started_by_a_cell():
+        return False
+    if (kind := os.environ.get("KAGGLE_KERNEL_RUN_TYPE")) is not None:
+        return kind == "Interactive"  # whatever Colab's image, which Kaggle's is made from, may say
+    has_session = "JPY_SESSION_NAME" in os.environ  # JupyterLab and Notebook 7 set it, papermill does not
+    is_colab = any(name.startswith("COLAB_") for name in os.environ)
+    is_vscode = "VSCODE_PID" in os.environ or "__vsc_ipynb_file__" in _shell().user_ns
+    return has_session or is_colab or is_vscode
+
+
+def _is_started_by_a_cell() -> bool:
+    """A cell's ``!papermill`` hands on the front end's variables, and its own kernel's JPY_PARENT_PID."""
+    try:
+        environment = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:  # not Linux, or not ours to read
+        return False
+    return any(line.startswith(b"JPY_PARENT_PID=") for line in environment.split(b"\0"))
+
+
+def _shell() -> Any:
     ipython = sys.modules.get("IPython")  # a kernel has imported it already
-    shell = ipython.get_ipython() if ipython is not None else None
-    return getattr(shell, "kernel", None) is not None
+    return ipython.get_ipython() if ipython is not None else None
 
 
-_HOSTS = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle"}
-"""Environment variables that only these services set."""
+def kernel() -> Any:
+    """The Jupyter kernel that this process is, or None."""
+    return getattr(_shell(), "kernel", None)
+
+
+_HOSTS = {"KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "COLAB_RELEASE_TAG": "Colab"}
+"""Environment variables that these services set; Kaggle's image is made from Colab's."""
 
 
 def host(environment: Mapping[str, str] = os.environ) -> str | None:
@@ -63,7 +92,7 @@ def front_end() -> str:
     True
     """
     place = host()
-    if _in_kernel():
+    if kernel() is not None:
         local = {"VSCODE_PID": "VS Code", "JPY_SESSION_NAME": "JupyterLab or Notebook"}
         found = (name for sign, name in local.items() if sign in os.environ)
         return place or next(found, "papermill, nbclient or other")
@@ -75,7 +104,7 @@ _free_places: dict[tuple[int | None, str], Any] = {}
 
 
 def _cell_number() -> int | None:
-    return getattr(sys.modules["IPython"].get_ipython(), "execution_count", None)
+    return getattr(_shell(), "execution_count", None)
 
 
 def show(html: str, text: str) -> None:
@@ -96,7 +125,8 @@ class Live:
         self, title: str = "", *, enabled: bool = True, keep_text: bool = False, one_a_cell: bool = False
     ) -> None:
         self.title = title
-        self.mode: Mode = detect() if enabled else "none"
+        mode: Mode = detect() if enabled else "none"
+        self.mode: Mode = "html" if mode == "live" else mode  # this view is no widget
         self._keep_text = keep_text
         self._one_a_cell = one_a_cell
         self._handle: Any = None

@@ -200,6 +200,8 @@ def step_html(result: Any) -> str:
     facts = [f"<b>step {esc(view['step'])}</b>"] if view["step"] is not None else ["<b>step</b>"]
     if view["policy_version"] is not None:
         facts.append(f"policy version {esc(view['policy_version'])}")
+    if view["is_supervised"]:
+        facts.append("supervised")
     parts = [f"<div>{' · '.join(facts)}</div>"]
     if view["skipped"]:
         parts.append(f"<div>⚠ skipped: {esc(view['skipped'])}</div>")

@@ -39,6 +39,8 @@ SECTIONS: dict[str, dict[str, str]] = {
         "effective_sample_size": "effective sample size (share)",
         "fraction_capped": "share of ratios capped",
         "fraction_clipped": "share of tokens bounded by the loss",
+        "fraction_masked": "share of tokens masked",
+        "kl_teacher": "KL to the teacher",
         "logprob_gap_mean": "|engine - trainer logprob|, mean",
         "logprob_gap_max": "|engine - trainer logprob|, highest",
         "grad_norm": "gradient norm",
@@ -61,7 +63,9 @@ SECTIONS: dict[str, dict[str, str]] = {
         "padded_tokens": "tokens of padded rows",
         "truncated": "share cut off by max_tokens",
         "rows_split": "trajectories split into rows",
-        "turns_truncated_support": "turns sampled with top_p, top_k or min_p",
+        "rows_shortened": "rows cut to fit into memory",
+        "tokens_dropped": "sampled tokens cut off with them",
+        "turns_truncated_support": "turns sampled with top_p, top_k, min_p or a structured form",
         "staleness": "policy versions old",
     },
     "time": {
@@ -85,6 +89,20 @@ def reward_of(record: Mapping[str, Any]) -> float | None:
     """Mean reward of one step's metrics, None when nobody scored it."""
     value = record.get("reward_mean")
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def is_step(record: Mapping[str, Any]) -> bool:
+    """True for a line of a run's metrics that is of a step; evaluations have lines too."""
+    return record.get("kind") in ("train", "sft")
+
+
+def is_supervised(record: Mapping[str, Any]) -> bool:
+    """True for the metrics of an ``sft_step``: a run's line says its kind, a StepResult's hold ``nll``.
+
+    >>> is_supervised({"kind": "sft"}), is_supervised({"nll": 2.5}), is_supervised({"kind": "train"})
+    (True, True, False)
+    """
+    return record.get("kind", "sft" if "nll" in record else None) == "sft"
 
 
 def number_text(value: Any) -> str:
@@ -241,6 +259,7 @@ def step_snapshot(result: Any) -> dict[str, Any]:
     else:
         metrics = dict(result.metrics)
         about = {name: getattr(result, name, None) for name in ABOUT_STEP}
+    of_examples = is_supervised(metrics)
     for name in (*ABOUT_STEP, "kind", "time"):
         metrics.pop(name, None)
     sections: dict[str, list[tuple[str, str]]] = {}
@@ -256,6 +275,7 @@ def step_snapshot(result: Any) -> dict[str, Any]:
     return {
         "step": about.get("step"),
         "policy_version": about.get("policy_version"),
+        "is_supervised": of_examples,
         "skipped": about.get("skipped"),
         "warnings": list(about.get("warnings") or []),
         "dropped": {k: v for k, v in dict(about.get("dropped") or {}).items() if v},

@@ -8,7 +8,7 @@ from typing import Any
 from artnb.ui.curve import curve_svg, sparkline
 from artnb.ui.display import Live
 from artnb.ui.html import esc, table_html
-from artnb.ui.snapshot import ABOUT_STEP, number_text, reward_of
+from artnb.ui.snapshot import ABOUT_STEP, is_step, is_supervised, number_text, reward_of
 from artnb.ui.text import table_text
 
 _MOST_ROWS = 30
@@ -21,10 +21,14 @@ _COLUMNS = {
     "notes": "notes",
 }
 """Title -> metric of the columns after the mean reward."""
+_SUPERVISED_COLUMNS = {"kind": "kind", "loss": "loss", "mean logprob": "mean_logprob"}
+"""The same, of the columns before it in a run with supervised steps."""
 
 
 class RewardTable:
     """A row for each training step and the curve of the mean reward, drawn again after each step.
+
+    Supervised steps stand in it as kind ``sft``, with the mean logprob of their tokens and no reward.
 
     run: its earlier steps are shown first, so a resumed notebook tells the whole story.
     baselines: rewards to draw as dashed lines; numbers or Evaluations.
@@ -49,7 +53,7 @@ class RewardTable:
         self.records: list[dict[str, Any]] = []
         self._live = Live(title, enabled=enabled)
         if run is not None:
-            self.records = [dict(r) for r in run.metrics() if r.get("kind") == "train"]
+            self.records = [dict(r) for r in run.metrics() if is_step(r)]
 
     @property
     def rewards(self) -> list[tuple[int, float]]:
@@ -58,7 +62,10 @@ class RewardTable:
         return [(step, reward) for step, reward in pairs if reward is not None]
 
     def add(self, result: Any) -> None:
-        """Add one step: what ``train_step`` returned, or a mapping of metrics. A repeated step replaces."""
+        """Add one step: what ``train_step`` or ``sft_step`` returned, or a mapping of metrics.
+
+        A repeated step replaces the earlier one.
+        """
         record = _record(result)
         self.records = [r for r in self.records if r.get("step") != record.get("step")] + [record]
         self._draw()
@@ -81,7 +88,13 @@ class RewardTable:
         self._live.finish(self._repr_html_(), text)
 
     def _rows(self) -> list[dict[str, Any]]:
-        return [_row(record) for record in self.records]
+        return [_row(record, self._columns()) for record in self.records]
+
+    def _columns(self) -> dict[str, str]:
+        """Title -> metric, in the order in which they stand."""
+        has_supervised = any(map(is_supervised, self.records))
+        about = {"step": "step", **(_SUPERVISED_COLUMNS if has_supervised else {})}
+        return {**about, "mean reward": "mean_reward", **_COLUMNS}
 
     def _repr_html_(self) -> str:
         rows = self._rows()
@@ -89,7 +102,8 @@ class RewardTable:
         highest = max([reward for _, reward in rewards] + [1e-9])
         for row in rows:
             row[""] = "▅" * round(max(0.0, row["mean reward"] or 0.0) / highest * 12)
-        columns = ["step", "mean reward", "", *_COLUMNS]
+        columns = list(self._columns())
+        columns.insert(columns.index("mean reward") + 1, "")
         hidden = rows[:-_MOST_ROWS]
         table = table_html(rows[-_MOST_ROWS:], columns)
         if hidden:
@@ -109,14 +123,15 @@ def _record(result: Any) -> dict[str, Any]:
     return dict(result.metrics) | {name: getattr(result, name, None) for name in ABOUT_STEP}
 
 
-def _row(record: Mapping[str, Any]) -> dict[str, Any]:
+def _row(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
     notes = [f"skipped: {record['skipped']}"] if record.get("skipped") else []
     if not notes:
         notes += [f"{count} × {reason}" for reason, count in (record.get("dropped") or {}).items() if count]
     notes += ["⚠ warning"] * bool(record.get("warnings"))
-    values = dict(record) | {"notes": "; ".join(notes)}
-    return {
-        "step": record.get("step"),
-        "mean reward": reward_of(record),
-        **{title: values.get(name) for title, name in _COLUMNS.items()},
+    values = dict(record) | {
+        "kind": "sft" if is_supervised(record) else "train",
+        "mean_logprob": -record["nll"] if "nll" in record else None,
+        "mean_reward": reward_of(record),
+        "notes": "; ".join(notes),
     }
+    return {title: values.get(name) for title, name in columns.items()}

@@ -83,6 +83,8 @@ def step_text(result: Any) -> str:
     lines = [f"step {view['step']}" if view["step"] is not None else "step"]
     if view["policy_version"] is not None:
         lines[0] += f", policy version {view['policy_version']}"
+    if view["is_supervised"]:
+        lines[0] += ", supervised"
     if view["skipped"]:
         lines.append(f"skipped: {view['skipped']}")
     lines += [f"warning: {warning}" for warning in view["warnings"]]

