@@ -51,6 +51,7 @@ from artnb.ui import RewardTable
 
 if TYPE_CHECKING:
     from artnb.backends.fake import FakeBackend
+    from artnb.dashboard import Dashboard
     from artnb.distill import distill_step
     from artnb.model import Model, run
     from artnb.sft import sft_step
@@ -62,6 +63,7 @@ __all__ = [
     "ArtnbError",
     "CheckpointError",
     "ConfigurationError",
+    "Dashboard",
     "Environment",
     "Evaluation",
     "Failure",
@@ -113,6 +115,7 @@ __all__ = [
 
 # These pull in numpy or openai, so they are imported when first used.
 _LATER = {
+    "Dashboard": "artnb.dashboard",
     "FakeBackend": "artnb.backends.fake",
     "Model": "artnb.model",
     "StepResult": "artnb.train",

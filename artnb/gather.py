@@ -167,6 +167,7 @@ class _Gathering:
         async with session(self._wake.set) as watch:
             self._watch = watch
             await self._until_resumed()
+            started = time.monotonic()
             timer = time_limit and asyncio.get_running_loop().call_later(time_limit, self._expire)
             try:
                 await self._work(bar)

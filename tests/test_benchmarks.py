@@ -80,7 +80,7 @@ def test_three_stacks_give_one_gradient(
     arguments = ["--quick", "--json", "--peer", "--model", str(tiny_model)]
     _, figures = run(repository, "train_step", arguments, monkeypatch, capsys)
     stacks = figures["stacks"]
-    assert stacks["artnb, Unsloth"]["gradient_cosine"] > 0.999
-    assert stacks["TRL, Unsloth"]["gradient_cosine"] > 0.99
-    assert abs(stacks["TRL, Unsloth"]["entropy"] - stacks["artnb, peft"]["entropy"]) < 0.02
+    assert stacks["artnb, Unsloth"]["gradient_cosine"] > 0.9999
+    assert stacks["TRL, Unsloth"]["gradient_cosine"] > 0.999
+    assert abs(stacks["TRL, Unsloth"]["entropy"] - stacks["artnb, peft"]["entropy"]) < 0.001
     assert all(stack["peak_memory_gib"] > 0 for stack in stacks.values())

@@ -19,6 +19,7 @@ PUBLIC = {
     # nouns
     *("Scenario", "Turn", "Trajectory", "TrajectoryGroup", "Groups", "History", "Failure"),
     *("Model", "FakeBackend", "Run", "Environment", "Evaluation", "Reward", "RewardTable", "StepResult"),
+    "Dashboard",
     *("SamplingConfig", "LoraConfig", "TrainConfig"),
     # verbs
     *(
@@ -60,6 +61,7 @@ LAYERS = (
     ("chat_request", "chat", "client", "serve"),
     ("interrupts", "comm_pump", "session"),
     ("attempts", "gather_log", "rewards", "gather", "evaluate"),
+    ("dashboard",),
     ("model",),
     ("step_metrics", "undo"),
     ("train",),
@@ -167,7 +169,8 @@ def test_it_imports_this_package_in_one_file_only(package):
 
 
 def test_it_asks_in_one_file_only_whether_this_is_a_notebook():
-    assert files_that_import("IPython") == ["artnb.ui.display"]
+    # the dashboard shows a widget; it does not ask
+    assert files_that_import("IPython") == ["artnb.dashboard.widget", "artnb.ui.display"]
 
 
 def test_environments_import_only_the_package_root():

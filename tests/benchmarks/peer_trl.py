@@ -37,7 +37,10 @@ def run(job: dict[str, Any], folder: str) -> dict[str, Any]:
     prompt, completions = job["prompt"], job["completions"]
     prompt_length, length, group = len(prompt), max(map(len, completions)), len(completions)
     model, tokenizer = unsloth.FastLanguageModel.from_pretrained(
-        job["model"], max_seq_length=prompt_length + length + 8, load_in_4bit=False
+        job["model"],
+        max_seq_length=prompt_length + length + 8,
+        dtype=getattr(torch, job["dtype"]),
+        load_in_4bit=False,
     )
     model = unsloth.FastLanguageModel.get_peft_model(
         model,
