@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHUNK = 256
-"""Positions whose logits are held at once."""
+from artnb.sizes import CHUNK
 
 
 def sampled_logprobs(

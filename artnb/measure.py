@@ -96,7 +96,7 @@ def plan_model(model: Any, **options: Any) -> Comparison:
         made |= {"kv_bytes": engine.cache.budget_bytes, "max_running": engine.cache.wanted_slots}
     else:
         made |= {"kv_bytes": held["KV cache"], "max_running": engine.max_running}
-    measured = pace(model.run.metrics()) if hasattr(model, "run") else None
+    measured = _pace_of(model)
     if measured:
         made |= {
             "sampled_per_second": measured.sampled_per_second,
@@ -106,19 +106,25 @@ def plan_model(model: Any, **options: Any) -> Comparison:
     shared = held.get("engine weights", 0) < 0.5 * held["base weights"]
     setting = replace(found.setting, base=backend.base_model, shared_weights=shared)
     other = measured.other_seconds if measured else 0.0
-    return compare(replace(found, setting=setting, other_seconds=other), model)
+    return _beside(replace(found, setting=setting, other_seconds=other), held, measured)
 
 
 def compare(planned: Plan, model: Any) -> Comparison:
     """A plan beside what a loaded ``Model`` (or backend) holds and what its run's last steps took."""
+    return _beside(planned, measure(getattr(model, "backend", model)), _pace_of(model))
+
+
+def _pace_of(model: Any) -> Pace | None:
+    return pace(model.run.metrics()) if hasattr(model, "run") else None
+
+
+def _beside(planned: Plan, held: dict[str, int], measured: Pace | None) -> Comparison:
     now, most = process_bytes()
     if planned.setting.on_gpu:
         import torch
 
         now, most = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
-    run = getattr(model, "run", None)
-    held = measure(getattr(model, "backend", model))
-    return Comparison(planned, held, now, most, pace(run.metrics()) if run is not None else None)
+    return Comparison(planned, held, now, most, measured)
 
 
 @dataclass(frozen=True)

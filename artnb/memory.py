@@ -16,6 +16,7 @@ from typing import Any, Literal
 from artnb.architecture import Architecture, architecture
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import ConfigurationError
+from artnb.sizes import CHUNK, SCORES_ON_CPU, SCORES_ON_GPU, SMALLEST_BLOCK
 
 Phase = Literal["held", "sampling", "training"]
 
@@ -44,10 +45,6 @@ _HOLES = {"one": 0.2, "several": 0.4}
 1.2 for one micro-batch in a step, 1.4 to 1.55 for several."""
 _PREFILL = 2048
 """Prompt tokens that an engine reads in one forward."""
-_LOGITS = 256
-"""Rows of logits that the trainer holds at a time: logprobs.CHUNK."""
-_SCORES, _SCORES_ON_GPU, _BLOCK = 2**21, 2**26, 32
-"""Attention scores that the trainer holds at a time, and fewest queries of a block: attention.py's."""
 _FIRST_SLOT = 256
 """Tokens of a TorchEngine slot; they double until a sequence fits."""
 _CGROUP = Path("/sys/fs/cgroup")
@@ -261,11 +258,11 @@ def _training(setting: Setting) -> list[Item]:
     items = [Item("activations", saved, "training", f"{tokens:,} tokens * ({how})")]
     own = min(tokens - setting.shared, setting.group_size * (setting.context - setting.shared))
     seen = max(own * setting.context if setting.shared else setting.context**2, setting.shared**2)
-    most = max(_SCORES_ON_GPU if setting.on_gpu else _SCORES, a.heads * _BLOCK * setting.context)
+    most = max(SCORES_ON_GPU if setting.on_gpu else SCORES_ON_CPU, a.heads * SMALLEST_BLOCK * setting.context)
     scores, each = min(a.heads * seen, most), 8 if size == 4 else 2 * size + 8
     how = f"{scores:,} at a time * {each} bytes: scores and their gradients"
     items.append(Item("attention scores", scores * each, "training", how))
-    rows = min(_LOGITS, setting.batch_sampled)
+    rows = min(CHUNK, setting.batch_sampled)
     logits = rows * a.vocabulary * (size + 8) + 3 * setting.batch_sampled * a.hidden * size
     items.append(Item("sampled logits", logits, "training", f"{rows} * vocabulary * {size + 8} bytes"))
     return items

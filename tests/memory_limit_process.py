@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import threading
 import warnings
 from pathlib import Path
 
 import torch
+from benchmarks.peer_common import PeakMemory
 from reference_models import row
 from test_trainer import Gradients, gradients, make_trainer, relative_error
 
@@ -27,25 +27,6 @@ def kilobytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmSize:"))
 
 
-class Peak:
-    """The largest address space while it watches. The system's VmPeak knows no start: threads that load
-    a model may have had more."""
-
-    def __enter__(self) -> Peak:
-        self._ended, self.kilobytes = threading.Event(), 0
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.001):
-            self.kilobytes = max(self.kilobytes, kilobytes())
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-
 def limit_to(size: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (size * 1024, resource.RLIM_INFINITY))
 
@@ -59,10 +40,10 @@ def main(folder: Path) -> None:
         for i in range(ROWS)
     ]
     gradients(trainer, rows[:2], CONFIG)  # what only a first step allocates
-    with Peak() as peak:
-        alone = kilobytes()  # with the thread that watches, and its stack
-        expected: Gradients = gradients(trainer, rows, CONFIG)
-    whole, size = peak.kilobytes - alone, kilobytes()
+    # the system's VmPeak knows no start: threads that load a model may have had more
+    watch = PeakMemory(kilobytes, seconds=0.001)
+    expected: Gradients = gradients(trainer, rows, CONFIG)
+    whole, size = watch.stop(), kilobytes()
     trainer.optimizer.zero_grad(set_to_none=True)
 
     limit_to(size + whole * 3 // 4)

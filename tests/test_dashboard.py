@@ -15,10 +15,10 @@ import artnb as nb
 from artnb.dashboard import alarms as rules
 from artnb.dashboard import widget
 from artnb.dashboard.alarms import alarms
-from artnb.dashboard.follow import Tail
 from artnb.dashboard.protocol import MOST_BYTES, Stream
 from artnb.dashboard.view import View, check_points, rollout_row, step_row
 from artnb.store import Run
+from artnb.store.journal import Tail
 
 HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
 

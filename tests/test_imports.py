@@ -49,7 +49,7 @@ HEAVY = (
 
 # A module may import those of its own layer and of the layers before it.
 LAYERS = (
-    ("types", "errors", "config"),
+    ("types", "errors", "config", "sizes"),
     ("ui", "prompt_memory", "recording"),
     ("store", "report", "parameters", "environments"),
     ("schedule", "draw", "advantage", "batch", "packing"),

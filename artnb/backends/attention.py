@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 import torch
 
 from artnb.errors import ConfigurationError
+from artnb.sizes import SCORES_ON_CPU, SCORES_ON_GPU, SMALLEST_BLOCK
 
 NAME = "artnb"
 
@@ -72,13 +73,6 @@ def _attention(
     output = plan.attend(cast(int, module.layer_idx), q, k, v, scaling)
     return output.unsqueeze(0), None
 
-
-SCORES = {"cpu": 2**21}
-"""Attention scores held at once, over all heads: what a CPU's cache holds."""
-SCORES_ELSEWHERE = 2**26
-"""On a GPU: what keeps it busy."""
-SMALLEST_BLOCK = 32
-"""Queries of a long segment that are computed together at least."""
 
 Span = tuple[int, int]
 """Start and length of a segment in the flat order."""
@@ -231,7 +225,8 @@ class TreePlan:
         """The work for so many heads, and room for the largest part of it."""
         heads = query.shape[1]
         if heads not in self._tiles:
-            self._tiles[heads] = self._cut(SCORES.get(query.device.type, SCORES_ELSEWHERE) // heads)
+            scores = SCORES_ON_CPU if query.device.type == "cpu" else SCORES_ON_GPU
+            self._tiles[heads] = self._cut(scores // heads)
             self._room = None
         tiles = self._tiles[heads]
         if self._room is None or self._room.low[0].dtype != query.dtype:

@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from artnb.errors import OutOfMemory
-from artnb.logprobs import CHUNK
 from artnb.packing import PackedBatch
+from artnb.sizes import CHUNK
 from artnb.types import Sample
 
 SMALLEST_CHUNK = 16

@@ -33,9 +33,10 @@ from artnb.backends.out_of_memory import (
 from artnb.backends.packing_check import PackingCheck, PackingWarning, check_packing
 from artnb.config import TrainConfig
 from artnb.errors import ConfigurationError, require
-from artnb.logprobs import CHUNK, sampled_logprobs
+from artnb.logprobs import sampled_logprobs
 from artnb.loss import objective, token_loss
 from artnb.packing import PackedBatch, pack
+from artnb.sizes import CHUNK
 from artnb.types import Sample
 
 Statistics = dict[str, torch.Tensor]
@@ -390,6 +391,12 @@ def _make_optimizer(name: OptimizerName, parameters: list[torch.nn.Parameter]) -
         return torch.optim.AdamW(parameters, lr=1e-5, weight_decay=0.0)
     bitsandbytes = require("bitsandbytes", extra="gpu", why="for optimizer='adamw_8bit'")
     return bitsandbytes.optim.AdamW8bit(parameters, lr=1e-5, weight_decay=0.0)
+
+
+def checkpoint_gradients(model: Any) -> None:
+    """Keep only the inputs of a transformers model's layers and compute them again in the backward pass."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    recompute_activations(model)
 
 
 def recompute_activations(model: torch.nn.Module) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from artnb.backends.trainer import OptimizerName, Policy, Trainer, recompute_activations
+from artnb.backends.trainer import OptimizerName, Policy, Trainer, checkpoint_gradients
 
 
 class FullTrainer(Trainer):
@@ -35,8 +35,7 @@ class FullTrainer(Trainer):
     ) -> None:
         layers = list(_own_weights(model))
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            recompute_activations(model)
+            checkpoint_gradients(model)
         parameters = {f"{layer.name}.weight": layer.master for layer in layers}
         super().__init__(model, layers, parameters, optimizer=optimizer)
 

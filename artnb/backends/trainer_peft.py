@@ -8,7 +8,7 @@ import torch
 
 from artnb.backends.lean_layers import make_lean
 from artnb.backends.lora import merged_layers
-from artnb.backends.trainer import OptimizerName, recompute_activations
+from artnb.backends.trainer import OptimizerName, checkpoint_gradients
 from artnb.backends.trainer_lora import LoraTrainer
 from artnb.config import LoraConfig
 from artnb.errors import ConfigurationError
@@ -50,8 +50,7 @@ class PeftTrainer(LoraTrainer):
             except ValueError as error:
                 raise ConfigurationError(f"LoRA targets: {error}") from error
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
-            recompute_activations(model)
+            checkpoint_gradients(model)
         layers = list(merged_layers(peft_model))
         make_lean(model, layers)
         super().__init__(model, peft_model, layers, optimizer=optimizer)

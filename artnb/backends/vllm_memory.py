@@ -34,21 +34,17 @@ def planned_options(
     """
     if _SAID_BY_HAND & options.keys():
         return {}
-    kind, capacity = machine()
     config = read_config(model.config)
-    setting = Setting.of(
+    setting = _setting(
         config,
-        base=str(config.name_or_path),
-        device=kind,
-        capacity=capacity,
-        dtype=str(model.dtype).removeprefix("torch."),
-        engine="vllm",
+        str(config.name_or_path),
+        model.dtype,
+        trainer_options,
+        options,
         trainer=trainer,
         lora=lora or LoraConfig(),
         context=min(int(config.max_position_embeddings), int(options.get("max_context") or 4096)),
         load_in_4bit=bool(getattr(model, "is_loaded_in_4bit", False)),
-        gradient_checkpointing=bool(trainer_options.get("gradient_checkpointing", False)),
-        max_running=int(options.get("max_running", Setting.max_running)),
         shared_weights=False,
     )
     free, total = torch.cuda.mem_get_info()
@@ -69,22 +65,40 @@ def shared_options(
     """
     if "fast_inference" in trainer_options or options.keys() - {"max_running"}:
         return {}
-    kind, capacity = machine()
-    setting = Setting.of(
+    setting = _setting(
         read_config(base),
-        base=str(base),
-        device=kind,
-        capacity=capacity,
-        dtype=str(dtype).removeprefix("torch."),
-        engine="vllm",
+        str(base),
+        dtype,
+        trainer_options,
+        options,
         trainer="unsloth",
         lora=lora,
         context=int(trainer_options.get("max_seq_length", 4096)),
         load_in_4bit=bool(trainer_options.get("load_in_4bit", False)),
-        gradient_checkpointing=bool(trainer_options.get("gradient_checkpointing", False)),
-        max_running=int(options.get("max_running", Setting.max_running)),
     )
     return shared(setting, total=torch.cuda.mem_get_info()[1])
+
+
+def _setting(
+    config: Any,
+    base: str,
+    dtype: torch.dtype,
+    trainer_options: Mapping[str, Any],
+    options: Mapping[str, Any],
+    **rest: Any,
+) -> Setting:
+    kind, capacity = machine()
+    return Setting.of(
+        config,
+        base=base,
+        device=kind,
+        capacity=capacity,
+        dtype=str(dtype).removeprefix("torch."),
+        engine="vllm",
+        gradient_checkpointing=bool(trainer_options.get("gradient_checkpointing", False)),
+        max_running=int(options.get("max_running", Setting.max_running)),
+        **rest,
+    )
 
 
 def shared(setting: Setting, *, total: int) -> dict[str, Any]:

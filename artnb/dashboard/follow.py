@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from artnb.store.checkpoints import step_name
-from artnb.store.codec import decode
 from artnb.store.folder import STEP_KINDS, RunFolder
+from artnb.store.journal import Tail
 from artnb.store.owner import is_stale, read_owner
 from artnb.store.timeline import Timeline
 from artnb.store.trajectories import TrajectoryFolder
@@ -24,36 +23,6 @@ MOST_STEPS = 200
 _LOOK_SECONDS = 0.1
 """After so long a look at rollouts stops; the next one goes on."""
 _STATUS_SECONDS = 2.0
-
-
-class Tail:
-    """The whole lines that were added to a growing file of JSON lines."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._at = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Records since the last call. A line still being written waits, a spoilt one is passed over."""
-        try:
-            if self.path.stat().st_size <= self._at:
-                return []
-            with open(self.path, "rb") as file:
-                file.seek(self._at)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._at += len(whole)
-        return [record for line in whole.splitlines() if (record := _parsed(line)) is not None]
-
-
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    try:
-        record = decode(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) else None
 
 
 class Follower:

@@ -37,9 +37,8 @@ class Controls:
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Take in one event of the journal; others than control events pass by."""
-        if (
-            event.get("kind") == "opened"
-        ):  # a new process neither waits nor stops for what the old one was asked
+        if event.get("kind") == "opened":
+            # a new process neither waits nor stops for what the old one was asked
             self.stop = self.paused = False
         elif event.get("kind") == "stopped":
             self.stop = False

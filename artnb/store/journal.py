@@ -139,6 +139,29 @@ class Journal:
             self._file = None
 
 
+class Tail:
+    """The whole lines that were added to a growing file of JSON lines."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Records since the last call. A line still being written waits, a spoilt one is passed over."""
+        try:
+            if self.path.stat().st_size <= self._at:
+                return []
+            with open(self.path, "rb") as file:
+                file.seek(self._at)
+                text = file.read()
+        except FileNotFoundError:
+            return []
+        whole = text[: text.rfind(b"\n") + 1]
+        self._at += len(whole)
+        lines = whole.splitlines(keepends=True)
+        return [record for line in lines if (record := _parse(line)) is not None]
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     if not line.endswith(b"\n"):
         return None

@@ -4,28 +4,32 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 
 class PeakMemory:
-    """Most bytes resident while it watches, above what was resident at its start."""
+    """Most memory while it watches, above what there was at its start.
 
-    def __init__(self) -> None:
-        self._base = self._peak = _resident()
+    size: what is watched, the resident bytes if nothing is said. seconds: between two looks.
+    """
+
+    def __init__(self, size: Callable[[], int] | None = None, seconds: float = 0.02) -> None:
+        self._size, self._seconds, self._peak = size or _resident, seconds, 0
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
+        self._base = self._size()  # with the thread that watches, and its stack
 
     def _watch(self) -> None:
-        while not self._ended.wait(0.02):
-            self._peak = max(self._peak, _resident())
+        while not self._ended.wait(self._seconds):
+            self._peak = max(self._peak, self._size())
 
     def stop(self) -> int:
         self._ended.set()
         self._thread.join()
-        return self._peak - self._base
+        return max(self._peak, self._base) - self._base
 
 
 def _resident() -> int:
