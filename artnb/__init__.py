@@ -8,9 +8,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from artnb import criteria, scenarios
+from artnb.clean import clean_notebook
 from artnb.config import LoraConfig, SamplingConfig, TrainConfig
 from artnb.doctor import doctor
-from artnb.environments import Environment, available_environments, load_environment
+from artnb.environments import Dialogue, Environment, available_environments, load_environment
 from artnb.errors import (
     ArtnbError,
     CheckpointError,
@@ -23,21 +25,28 @@ from artnb.errors import (
     PromptTooLong,
     PublicationError,
     RequestError,
+    RunFailed,
     RunInUse,
     RunMismatch,
     StalePolicy,
     Stopped,
+    ToolServerError,
     TooManyFailures,
 )
-from artnb.evaluate import Evaluation, compare, evaluate, evaluate_baseline
+from artnb.evaluate import Evaluation, compare, evaluate, evaluate_baseline, policy_of
 from artnb.gather import gather
+from artnb.judge import judge
+from artnb.judge_report import JudgeReport, judge_report
 from artnb.parameters import parameters
+from artnb.places import run_root
 from artnb.plan import plan
 from artnb.report import report
 from artnb.rewards import Reward
+from artnb.rubric import Rubric
 from artnb.schedule import schedule
 from artnb.session import last
 from artnb.store import Run
+from artnb.sweep import sweep
 from artnb.types import (
     Failure,
     Groups,
@@ -48,13 +57,18 @@ from artnb.types import (
     Turn,
 )
 from artnb.ui import RewardTable
+from artnb.ui.html import esc
 
 if TYPE_CHECKING:
     from artnb.backends.fake import FakeBackend
+    from artnb.browser import browse
     from artnb.dashboard import Dashboard
     from artnb.distill import distill_step
+    from artnb.mcp import ToolServer
     from artnb.model import Model, run
     from artnb.sft import sft_step
+    from artnb.talk import chat
+    from artnb.trackers import Tracker, WeaveTracker, upload
     from artnb.train import StepResult, train_step
 
 __version__ = "0.1.0"
@@ -64,6 +78,7 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "Dashboard",
+    "Dialogue",
     "Environment",
     "Evaluation",
     "Failure",
@@ -71,6 +86,7 @@ __all__ = [
     "Groups",
     "History",
     "Interrupted",
+    "JudgeReport",
     "LoraConfig",
     "MissingDependency",
     "Model",
@@ -82,7 +98,9 @@ __all__ = [
     "RequestError",
     "Reward",
     "RewardTable",
+    "Rubric",
     "Run",
+    "RunFailed",
     "RunInUse",
     "RunMismatch",
     "SamplingConfig",
@@ -91,26 +109,42 @@ __all__ = [
     "StepResult",
     "Stopped",
     "TooManyFailures",
+    "ToolServer",
+    "ToolServerError",
+    "Tracker",
     "TrainConfig",
     "Trajectory",
     "TrajectoryGroup",
     "Turn",
+    "WeaveTracker",
     "available_environments",
+    "browse",
+    "chat",
+    "clean_notebook",
     "compare",
+    "criteria",
     "distill_step",
     "doctor",
+    "esc",
     "evaluate",
     "evaluate_baseline",
     "gather",
+    "judge",
+    "judge_report",
     "last",
     "load_environment",
     "parameters",
     "plan",
+    "policy_of",
     "report",
     "run",
+    "run_root",
+    "scenarios",
     "schedule",
     "sft_step",
+    "sweep",
     "train_step",
+    "upload",
 ]
 
 # These pull in numpy or openai, so they are imported when first used.
@@ -119,10 +153,16 @@ _LATER = {
     "FakeBackend": "artnb.backends.fake",
     "Model": "artnb.model",
     "StepResult": "artnb.train",
+    "ToolServer": "artnb.mcp",
+    "Tracker": "artnb.trackers",
+    "WeaveTracker": "artnb.trackers",
+    "browse": "artnb.browser",
+    "chat": "artnb.talk",
     "distill_step": "artnb.distill",
     "run": "artnb.model",
     "sft_step": "artnb.sft",
     "train_step": "artnb.train",
+    "upload": "artnb.trackers",
 }
 
 

@@ -106,6 +106,8 @@ def reason_to_drop(group: TrajectoryGroup, *, credit_weight: float = 0.0) -> str
     scored = [t for t in group if t.is_scored]
     if len(scored) < 2:
         return TOO_FEW
+    if why := group.metadata.get("too_close"):  # the judge could not tell its attempts apart
+        return str(why)
     if not any(t.completion_tokens for t in scored):
         return NO_TOKEN
     if _all_equal(_reward(t) for t in scored) and not (credit_weight > 0 and not _all_equal(_credits(group))):
@@ -124,14 +126,15 @@ def advantages(
     dropped: Counter[str] = Counter()
     by_group: list[dict[str, float]] = []
     for group in groups:
-        dropped.update(filter(None, map(_why_unscored, group)))
+        dropped.update(filter(None, (_why_unscored(t, group.metadata.get("unscored")) for t in group)))
         reason = reason_to_drop(group, credit_weight=config.credit_weight)
         if reason is not None:
             dropped[reason] += 1
             by_group.append({})
             continue
         scored = [t for t in group if t.is_scored]
-        values = ALGORITHMS[config.advantage]([_reward(t) for t in scored])
+        weight = float(group.metadata.get("weight", 1.0))  # of an adaptive rubric: hard scenarios count more
+        values = [weight * value for value in ALGORITHMS[config.advantage]([_reward(t) for t in scored])]
         by_group.append(dict(zip((t.id for t in scored), values, strict=True)))
         if len(by_group[-1]) < len(scored):
             raise ConfigurationError(
@@ -144,11 +147,11 @@ def advantages(
     return by_group, dict(dropped)
 
 
-def _why_unscored(trajectory: Trajectory) -> str | None:
+def _why_unscored(trajectory: Trajectory, judge: object) -> str | None:
     if trajectory.error is not None:
         return FAILED
     if trajectory.reward is None:
-        return NOT_SCORED
+        return f"{NOT_SCORED}: {judge}" if judge else NOT_SCORED
     return None if math.isfinite(trajectory.reward) else NOT_FINITE
 
 

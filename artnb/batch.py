@@ -63,6 +63,8 @@ class Rows(NamedTuple):
     one row each; ``turns``: how many carry a loss; ``turns_truncated_support``: sampled with top_p,
     top_k, min_p or in a structured form, which biases the ratio; ``turns_cut_by_length``: stopped by
     max_tokens."""
+    groups: Sequence[TrajectoryGroup] = ()
+    """Whose turns these are; empty for examples."""
 
     @property
     def skipped(self) -> str | None:
@@ -82,17 +84,19 @@ class _Row:
     is_sampled: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
+    turns: list[tuple[int, ...]] = field(default_factory=list)
 
     def continues_in(self, turn: Turn) -> bool:
         return turn.prompt_ids[: len(self.ids)] == self.ids
 
-    def append(self, turn: Turn, advantage: float) -> None:
+    def append(self, turn: Turn, advantage: float, places: Sequence[int]) -> None:
         context = len(turn.prompt_ids) - len(self.ids)
         sampled = len(turn.completion_ids)
         self.ids = turn.ids
         self.is_sampled += [False] * context + [True] * sampled
         self.logprobs += [0.0] * context + list(turn.logprobs)
         self.advantages += [0.0] * context + [advantage] * sampled
+        self.turns.append(tuple(places))
 
     def to_sample(self, weight: float) -> Sample:
         group, trajectory_id = self.trajectory
@@ -105,6 +109,7 @@ class _Row:
             trajectory_id=trajectory_id,
             group=group,
             temperature=self.temperature,
+            turns=tuple(filter(None, self.turns)),
         )
 
 
@@ -140,14 +145,15 @@ def _to_rows(
         for trajectory in group:
             if trajectory.id not in group_advantages:
                 continue
-            turns = _trainable(trajectory, dropped)
+            found = _trainable(trajectory, dropped)
+            turns = [turn for turn, _ in found]
             _note(turns, notes)
             advantage = group_advantages[trajectory.id]
             turn_advantages = [blend(advantage, t.credit, baseline, config.credit_weight) for t in turns]
-            own = _rows(turns, turn_advantages, (index, trajectory.id))
+            own = _rows(turns, turn_advantages, (index, trajectory.id), [places for _, places in found])
             dropped[NO_TURN] += not own
             rows += own
-    return _weighed_and_drawn(rows, dropped, notes, config, step)
+    return _weighed_and_drawn(rows, dropped, notes, config, step)._replace(groups=groups)
 
 
 def supervised_samples(examples: Sequence[Sequence[Span]], config: TrainConfig, *, step: int = 0) -> Rows:
@@ -166,7 +172,7 @@ def supervised_samples(examples: Sequence[Sequence[Span]], config: TrainConfig, 
         ]
         notes["turns"] += len(turns)
         dropped[NO_PROMPT] += sum(not prompt for prompt, _ in spans)
-        rows += _rows(turns, [1.0] * len(turns), (index, str(index)))
+        rows += _rows(turns, [1.0] * len(turns), (index, str(index)), [()] * len(turns))
     return _weighed_and_drawn(rows, dropped, notes, config, step)
 
 
@@ -234,15 +240,18 @@ def _trajectory(sample: Sample) -> tuple[int, str]:
     return sample.group, sample.trajectory_id
 
 
-def _trainable(trajectory: Trajectory, dropped: Counter[str]) -> list[Turn]:
-    """The turns that can carry a loss, each once however many histories hold it."""
-    turns: list[Turn] = []
-    seen: dict[tuple[object, ...], list[Turn]] = defaultdict(list)  # comparing all pairs would be slow
-    for turn in trajectory.turns:
-        alike = seen[len(turn.prompt_ids), turn.completion_ids, turn.logprobs]
-        if not turn.completion_ids or turn in alike:
+def _trainable(trajectory: Trajectory, dropped: Counter[str]) -> list[tuple[Turn, list[int]]]:
+    """The turns that can carry a loss, each once however many histories hold it, with all its places."""
+    found: list[tuple[Turn, list[int]]] = []
+    seen: dict[tuple[object, ...], list[tuple[Turn, list[int]]]] = defaultdict(list)
+    for place, turn in enumerate(trajectory.turns):
+        alike = seen[len(turn.prompt_ids), turn.completion_ids, turn.logprobs]  # all pairs would be slow
+        known = next((places for one, places in alike if one == turn), None)
+        if known is not None:
+            known.append(place)
+        if not turn.completion_ids or known is not None:
             continue
-        alike.append(turn)
+        alike.append((turn, [place]))
         if not turn.prompt_ids:
             dropped[NO_PROMPT] += 1
         elif _temperature(turn) <= 0:
@@ -250,8 +259,8 @@ def _trainable(trajectory: Trajectory, dropped: Counter[str]) -> list[Turn]:
         elif not all(map(math.isfinite, turn.logprobs)):
             dropped[LOGPROB_NOT_FINITE] += 1
         else:
-            turns.append(turn)
-    return turns
+            found.append(alike[-1])
+    return found
 
 
 def _note(turns: Sequence[Turn], notes: Counter[str]) -> None:
@@ -271,16 +280,22 @@ def _is_truncated(turn: Turn) -> bool:
     return cuts or bool(get("structured"))  # a form allows few tokens at each place
 
 
-def _rows(turns: Sequence[Turn], turn_advantages: Sequence[float], trajectory: tuple[int, str]) -> list[_Row]:
+def _rows(
+    turns: Sequence[Turn],
+    turn_advantages: Sequence[float],
+    trajectory: tuple[int, str],
+    places: Sequence[Sequence[int]],
+) -> list[_Row]:
+    """places: of each turn in ``trajectory.turns``."""
     rows: list[_Row] = []
-    for turn, advantage in zip(turns, turn_advantages, strict=True):
+    for turn, advantage, own in zip(turns, turn_advantages, places, strict=True):
         temperature = _temperature(turn)
         open_rows = [r for r in reversed(rows) if r.temperature == temperature and r.continues_in(turn)]
         row = max(open_rows, key=lambda r: len(r.ids), default=None)
         if row is None:
             row = _Row(trajectory, temperature)
             rows.append(row)
-        row.append(turn, advantage)
+        row.append(turn, advantage, own)
     return rows
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from artnb.config import SamplingConfig
 from artnb.errors import ConfigurationError, RequestError
+from artnb.secrets import redact
 from artnb.types import Message
 
 _MAX_N, _MAX_STOP, _MAX_TOP_LOGPROBS = 128, 16, 20
@@ -33,9 +34,9 @@ class ChatError(RequestError):
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
-        """The JSON body of OpenAI's error responses."""
+        """The JSON body of OpenAI's error responses, without values of known keys."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        return {"error": {"message": redact(str(self)), "type": kind, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)

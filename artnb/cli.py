@@ -1,4 +1,4 @@
-"""What can be asked from a shell? ``artnb doctor``, ``artnb runs`` and ``artnb demo``."""
+"""What can be asked from a shell? ``doctor``, ``runs``, ``report``, ``clean-notebook`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from artnb.errors import ArtnbError
+from artnb.places import run_root
 from artnb.ui.snapshot import is_step, is_supervised, reward_of, seconds_text
 from artnb.ui.text import table_text
 
@@ -55,12 +56,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="what is in the way on this machine, and what mends it")
     doctor.add_argument("--json", action="store_true", help="the same as one JSON object")
     runs = commands.add_parser("runs", help="list the runs of a folder")
-    runs.add_argument("root", nargs="?", type=Path, default=Path("runs"))
+    runs.add_argument("root", nargs="?", type=Path, default=None)
+    report = commands.add_parser("report", help="write a run's report.html and print its path")
+    report.add_argument("run", type=Path, help="the run's folder")
+    report.add_argument("-o", "--output", type=Path, default=None, help="where to write it")
+    clean = commands.add_parser("clean-notebook", help="take widget state out of saved notebooks")
+    clean.add_argument("notebooks", nargs="+", type=Path, metavar="notebook")
     commands.add_parser("demo", help="run a notebook: artnb demo quickstart -p steps 4")
     options = parser.parse_args(given)
     try:
         return _answer(options)
-    except ArtnbError as error:
+    except (ArtnbError, OSError) as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
@@ -76,9 +82,21 @@ def _doctor(*, as_json: bool) -> int:
 def _answer(options: argparse.Namespace) -> int:
     if options.command == "doctor":
         return _doctor(as_json=options.json)
-    found = list_runs(options.root)
+    if options.command == "report":
+        from artnb.store import Run
+
+        Run.read(options.run.resolve().name, options.run.resolve().parent).report(options.output)
+        return 0
+    if options.command == "clean-notebook":
+        from artnb.clean import clean_notebook
+
+        for notebook in options.notebooks:
+            print(clean_notebook(notebook))
+        return 0
+    root = options.root or Path(run_root())
+    found = list_runs(root)
     if not found:
-        print(f"no runs in {options.root.resolve()}")
+        print(f"no runs in {root.resolve()}")
         return 1
     print(table_text(found))
     return 0

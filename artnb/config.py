@@ -125,6 +125,9 @@ class TrainConfig:
     """Compute a prompt that several rows share once."""
     max_staleness: int = 0
     """How many policy versions old a turn may be."""
+    record_tokens: bool = True
+    """Keep the trainer's logprob, the advantage and the loss weight of every sampled token in the run's
+    ``tokens`` folder: 12 to 16 bytes a token, and nothing computed for it."""
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
     weight_decay: float = 0.0

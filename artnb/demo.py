@@ -22,8 +22,8 @@ from typing import Any
 from artnb.errors import ArtnbError, ConfigurationError, require
 from artnb.store import RunFolder
 from artnb.store.journal import write_atomically
-from artnb.ui.snapshot import is_step, is_supervised, number_text, reward_of, seconds_text
-from artnb.ui.text import table_text
+from artnb.ui.snapshot import is_step, seconds_text
+from artnb.ui.text import step_line, table_text
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -73,8 +73,10 @@ def run_demo(notebook: str, overrides: Mapping[str, Any] | None = None, out: Pat
         _execute(source, executed, given, follower)
     html = _export(executed)
     _print_summary(_complete_result(run, time.monotonic() - started))
-    for label, path in (("notebook", executed), ("html", html), ("run", run.path)):
-        print(f"{label:>10}  {path}")
+    written = {"notebook": executed, "html": html, "run": run.path, "report": run.path / "report.html"}
+    for label, path in written.items():
+        if path.exists():
+            print(f"{label:>10}  {path}")
     return run.path / "result.json"
 
 
@@ -173,15 +175,8 @@ class _Follower:
         with self._lock:
             steps = [record for record in self.run.metrics() if is_step(record)]
             for record in steps[self._printed :]:
-                print(f"{'':>18}step {record.get('step')}: {_outcome(record)}", flush=True)
+                print(f"{'':>18}{step_line(record)}", flush=True)
             self._printed = len(steps)
-
-
-def _outcome(record: Mapping[str, Any]) -> str:
-    if is_supervised(record):
-        return f"supervised, loss {number_text(record.get('loss'))}"
-    skipped = f" (skipped: {record['skipped']})" if record.get("skipped") else ""
-    return f"mean reward {number_text(reward_of(record))}{skipped}"
 
 
 def _export(executed: Path) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 from artnb.errors import ConfigurationError
 from artnb.memory import read_if_there
-from artnb.ui.display import host
+from artnb.places import host
 
 _SMI = "nvidia-smi"
 _GPU_FIELDS = "index,uuid,name,memory.total,memory.free,driver_version,compute_cap"

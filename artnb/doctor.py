@@ -9,15 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from artnb import compatibility, devices
+from artnb import compatibility, devices, servers
 from artnb.bundled import BUNDLED, cache_root
 from artnb.compatibility import Facts, Finding
 from artnb.devices import Gpu, GpuProcess
 from artnb.errors import ArtnbError
 from artnb.memory import cpu_bytes, cpu_total
+from artnb.places import host
 from artnb.report import machine
-from artnb.ui.display import front_end, host
-from artnb.ui.html import facts_html, table_html
+from artnb.ui.display import front_end
+from artnb.ui.html import facts_html, table_html, visible
 from artnb.ui.text import table_text
 
 SECRETS = (
@@ -66,7 +67,7 @@ class Diagnosis:
         for section, values in self.facts.items():
             rows = [{"what": f"  {name}", "here": value} for name, value in values.items()]
             lines += [section, *table_text(rows, ["what", "here"]).splitlines()[1:]]
-        return "\n".join(lines)
+        return visible("\n".join(lines))
 
     def _repr_html_(self) -> str:
         rows = [{"": f.severity, "what": f.what, "what mends it": f.fix} for f in self.findings]
@@ -97,6 +98,7 @@ def doctor() -> Diagnosis:
         family=(os.getpid(),),
         own_bytes=devices.own_bytes(),
     )
+    environments = servers.find(installed)
     disks = free_space()
     memory = cpu_bytes()
     found = [
@@ -104,6 +106,7 @@ def doctor() -> Diagnosis:
         *compatibility.broken_imports(facts),
         *compatibility.violated(facts),
         *missing_models(facts),
+        *servers.findings(environments),
         *tight_places(disks, memory),
         *kaggle_without_internet(),
     ]
@@ -113,6 +116,7 @@ def doctor() -> Diagnosis:
             "system": platform.platform(),
             "shown by": front_end(),
         },
+        "notebook": servers.facts(environments),
         "packages": dict(installed),
         "processor": _processor(torch, memory),
         "GPU": _gpu_facts(facts.gpus, facts.processes),

@@ -15,7 +15,10 @@ An environment is a subpackage with these names:
     Functions of a scenario that play without a model and return a reward or a Trajectory.
 ``metrics``, ``card``, ``render`` (optional)
     Names of the metrics that every trajectory carries, the README text, and
-    ``render(trajectory) -> str``, escaped HTML for the browser.
+    ``render(trajectory) -> str``, HTML for the browser; every text of others passes through ``artnb.esc``.
+``dialogue(scenario) -> Dialogue`` (optional)
+    The same episode for ``artnb.chat``, move by move: what the agent reads first, and what the
+    environment answers it.
 """
 
 from __future__ import annotations
@@ -32,9 +35,28 @@ from types import ModuleType
 from typing import Any
 
 from artnb.errors import ConfigurationError
-from artnb.types import Scenario, Trajectory
+from artnb.types import Message, Scenario, Trajectory, Turn
 
 ENTRY_POINT_GROUP = "artnb.environments"
+
+
+@dataclass
+class Dialogue:
+    """One episode that a person may follow, and speak in, move by move; see ``artnb.chat``."""
+
+    messages: list[Message]
+    """What the agent reads before its first move."""
+    respond: Callable[[Turn], list[Message]]
+    """What the environment says to a move: results of its tool calls, the next observation. Nothing when
+    it is the person's turn, or the episode has ended."""
+    tools: list[dict[str, Any]] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of every request, as the rollout makes it: ``max_tokens``, ``stop``."""
+    forgets: bool = False
+    """True when the agent sees, of all that the environment has said, the latest answer only: each answer
+    then begins a conversation anew, from all ``messages`` but the last."""
+    score: Callable[[Trajectory], object] | None = None
+    """Writes reward and metrics, as they stand, onto the trajectory."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +76,8 @@ class Environment:
     card: str = ""
     """The environment's README: the task, the options, and what a good score is."""
     render: Callable[[Trajectory], str] | None = None
+    dialogue: Callable[[Scenario], Dialogue] | None = None
+    """An episode move by move, for ``artnb.chat``; None where the environment offers none."""
 
     def scenarios(self, split: str, n: int, seed: int = 0) -> list[Scenario]:
         """The first ``n`` scenarios of a split; the same arguments always give the same list."""
@@ -103,6 +127,7 @@ def load_environment(name: str, *, preset: str | None = None, **variant: Any) ->
         metrics=tuple(getattr(module, "metrics", ())),
         card=getattr(module, "card", ""),
         render=getattr(module, "render", None),
+        dialogue=getattr(module, "dialogue", None),
     )
 
 

@@ -12,6 +12,8 @@ ArtnbError
 ├── StalePolicy            trajectories sampled under another policy version
 ├── OutOfMemory            one trajectory alone does not fit into memory
 ├── NothingToTrain         no group left to learn from (only with strict=True)
+├── RunFailed              a run did not come out as run.assert_ok demands
+├── ToolServerError        an MCP server did not start, has ended, or does not answer
 ├── PublicationError       engine and trainer disagree after publishing weights
 └── Stopped                a primitive ended early; finished work is on .partial
     ├── TooManyFailures    more rollouts failed than max_failures allows
@@ -73,8 +75,16 @@ class OutOfMemory(ArtnbError):
     """A training step does not fit into memory, in however small pieces; it was not taken."""
 
 
+class RunFailed(ArtnbError):
+    """A run did not come out as ``run.assert_ok`` demands; the message says in what."""
+
+
 class PublicationError(ArtnbError):
     """The engine does not serve the weights that the trainer holds."""
+
+
+class ToolServerError(ArtnbError):
+    """An MCP server did not start, has ended, does not answer in time, or does not speak MCP."""
 
 
 class Stopped(ArtnbError):

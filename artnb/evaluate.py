@@ -15,7 +15,7 @@ from artnb.errors import ConfigurationError, Stopped
 from artnb.gather import gather
 from artnb.session import remember
 from artnb.types import Groups, Scenario, TrajectoryGroup
-from artnb.ui.html import esc, table_html
+from artnb.ui.html import esc, table_html, visible
 from artnb.ui.text import table_text
 
 CONFIDENCE = 0.95
@@ -94,7 +94,7 @@ class Evaluation:
 
     def __repr__(self) -> str:
         note = f", {self.note}" if self.note else ""
-        return f"{self.name}: mean reward {self.reward} (n={self.n}, {self.seconds:.1f} s{note})"
+        return visible(f"{self.name}: mean reward {self.reward} (n={self.n}, {self.seconds:.1f} s{note})")
 
     def _repr_html_(self) -> str:
         return Comparison([self])._repr_html_()
@@ -132,13 +132,15 @@ async def evaluate(
     name: str = "evaluation",
     policy: str | None = None,
     split: str = "test",
+    judge: Callable[[Groups], Awaitable[Groups]] | None = None,
     **gather_options: Any,
 ) -> Evaluation:
     """Play every scenario ``attempts`` times and report the mean reward; nothing is trained.
 
     policy: None for the current one, ``"base"`` for the untrained model, or a checkpoint such as
-    ``"step_000012"``. Other options go to ``gather``. Rollouts are kept in the run under ``split``. After ■
-    the Evaluation of what was finished is on ``Interrupted.partial``, or returned with
+    ``"step_000012"``. judge: scores the finished groups, for tasks without a reward of their own:
+    ``partial(artnb.judge, model=model)``. Other options go to ``gather``. Rollouts are kept in the run under
+    ``split``. After ■ the Evaluation of what was finished is on ``Interrupted.partial``, or returned with
     ``on_interrupt="return"``; its ``status`` and ``note`` say that it is partial.
     """
     scenarios, started = list(scenarios), time.monotonic()
@@ -147,14 +149,25 @@ async def evaluate(
     def summary(groups: Groups) -> Evaluation:
         facts = {"attempts": attempts, "scenarios": len(scenarios), "policy_version": player.policy_version}
         seconds = time.monotonic() - started
-        return remember(summarise(name, groups, seconds=seconds, status=groups.status, **facts))
+        found = remember(summarise(name, groups, seconds=seconds, status=groups.status, **facts))
+        _record(model, found, split=split, policy=policy or "current")
+        return found
 
     try:
         options = {"group_size": attempts, "split": split, **gather_options}
-        return summary(await gather(rollout, scenarios, model=player, **options))
+        groups = await gather(rollout, scenarios, model=player, **options)
+        return summary(await judge(groups) if judge is not None else groups)
     except Stopped as error:
         error.partial = summary(error.partial)
         raise
+
+
+def _record(model: Any, evaluation: Evaluation, **about: str) -> None:
+    """Keep the figures in the run's journal; the rollouts are there already."""
+    run = getattr(model, "run", None)
+    if run is not None:
+        figures = {n: v for n, v in evaluation.to_json().items() if n not in ("rewards", "intervals")}
+        run.record_event("evaluation", step=run.step, **about, **figures)
 
 
 def evaluate_baseline(environment: Environment, name: str, scenarios: Iterable[Scenario]) -> Evaluation:
@@ -190,6 +203,14 @@ def summarise(name: str, groups: Sequence[TrajectoryGroup], **facts: Any) -> Eva
         unscored=sum(map(len, groups)) - n - failed,
         **facts,
     )
+
+
+def policy_of(model: Any, policy: str) -> PolicyOf:
+    """The model as another of its policies, to hand to ``gather``: ``"base"``, or ``"step_000012"``.
+
+    Raises ConfigurationError for another name.
+    """
+    return PolicyOf(model, policy)
 
 
 class PolicyOf:

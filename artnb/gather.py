@@ -13,7 +13,8 @@ from artnb.attempts import Attempts, check_rollout, scenario_id
 from artnb.errors import ConfigurationError, Interrupted, Stopped, TooManyFailures
 from artnb.gather_log import GatherLog
 from artnb.rewards import RewardFunction
-from artnb.session import remember, session
+from artnb.session import remember, session, until_resumed
+from artnb.store.controls import GATHERING
 from artnb.types import Failure, Groups, Trajectory, TrajectoryGroup
 
 Rollout = Callable[[Any, Any], Awaitable["Trajectory | list[Trajectory] | float | None"]]
@@ -22,7 +23,6 @@ _GRACE_SECONDS = 5.0
 """How long a cancelled rollout may clean up before it is cancelled again."""
 _LAST_GRACE_SECONDS = 1.0
 """The same after a second ■ or another cancellation of ``gather`` itself."""
-_PAUSE_SECONDS = 0.1
 _PATIENCE = 3
 """How often it is cancelled before gather goes on without it."""
 _Slot = tuple[int, int]  # index of the scenario, number of the attempt
@@ -65,6 +65,8 @@ async def gather(
     _check_counts(group_size=(group_size, 1), concurrency=(concurrency, 1), retries=(retries, 0))
     _check_options(timeout, time_limit, reward, on_interrupt)
     attempts = Attempts(rollout, model, timeout, retries, reward, seed)
+    asked = _asked_of(model, split)
+    group_size, concurrency = asked.get("group_size", group_size), asked.get("concurrency", concurrency)
     allowed = _allowed_failures(max_failures, len(listed) * group_size)
     work = _Gathering(attempts, listed, group_size, concurrency, allowed, split)
     groups = await work.run(progress=progress, time_limit=time_limit)
@@ -76,9 +78,21 @@ async def gather(
         f"{work.done} of {work.total} rollouts are finished, on .partial and artnb.last(). Model and run are "
         "ready for the next cell."
     )
+    if work.is_stopped:
+        raise Stopped(
+            "the run was stopped while it was paused, so this gather began nothing. Run the cell to go on.",
+            partial=groups,
+        )
     if groups.status == "timeout":
         raise Stopped(f"gather reached its time_limit of {time_limit:g} s: {what}", partial=groups)
     raise Interrupted(f"gather was interrupted: {what}", partial=groups)
+
+
+def _asked_of(model: Any, split: str) -> dict[str, int]:
+    """What a person set from the dashboard; an evaluation keeps its own number of attempts."""
+    controls = getattr(getattr(model, "run", None), "controls", None)
+    asked = {} if controls is None else controls.given(GATHERING)
+    return asked if split == "train" else {k: v for k, v in asked.items() if k != "group_size"}
 
 
 def _checked_scenarios(scenarios: Iterable[Any]) -> list[Any]:
@@ -143,6 +157,8 @@ class _Gathering:
         self.split = split
         self.problem: BaseException | None = None
         self.is_late = False
+        self.is_stopped = False
+        """True when a person stopped the run while it was paused: nothing is begun."""
         self.finished: dict[_Slot, list[Trajectory]] = {}
         self._failures: list[Failure] = []
         self._rewards: list[float] = []
@@ -166,7 +182,8 @@ class _Gathering:
         cancelled: asyncio.CancelledError | None = None
         async with session(self._wake.set) as watch:
             self._watch = watch
-            await self._until_resumed()
+            run = getattr(self.attempts.model, "run", None)
+            self.is_stopped = run is not None and await until_resumed(run, watch) and run.takes_stop()
             started = time.monotonic()
             timer = time_limit and asyncio.get_running_loop().call_later(time_limit, self._expire)
             try:
@@ -192,12 +209,6 @@ class _Gathering:
             raise cancelled
         return groups
 
-    async def _until_resumed(self) -> None:
-        """Wait while a person has paused the run; ■ ends the waiting as well."""
-        controls = getattr(getattr(self.attempts.model, "run", None), "controls", None)
-        while controls is not None and controls.paused and not self._watch.interrupted:
-            await asyncio.sleep(_PAUSE_SECONDS)
-
     def _facts(self, groups: Groups) -> dict[str, Any]:
         return {
             "step": self._log.step,
@@ -212,7 +223,7 @@ class _Gathering:
     def _status(self, cancelled: asyncio.CancelledError | None) -> str:
         if self._watch.interrupted:
             return "interrupted"
-        if self.problem is not None or cancelled is not None:
+        if self.problem is not None or cancelled is not None or self.is_stopped:
             return "stopped"
         return "timeout" if self.is_late and self.done < self.total else "complete"
 
@@ -225,7 +236,7 @@ class _Gathering:
     async def _work(self, bar: Any) -> None:
         await self._reuse()
         waiting = self._waiting()
-        while not self._watch.interrupted and not self.is_late and self.problem is None:
+        while not self._watch.interrupted and not self._is_over and self.problem is None:
             self._start(waiting)
             if not self._running:
                 return
@@ -234,6 +245,10 @@ class _Gathering:
             self._collect()
             mean = sum(self._rewards) / len(self._rewards) if self._rewards else None
             bar.update(self.done, len(self._failures), mean, self._tokens)
+
+    @property
+    def _is_over(self) -> bool:
+        return self.is_late or self.is_stopped
 
     def _waiting(self) -> Iterator[_Slot]:
         for index in range(len(self.scenarios)):

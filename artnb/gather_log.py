@@ -21,7 +21,7 @@ from artnb.rewards import Reward
 from artnb.store.codec import encode
 from artnb.store.run import Run
 from artnb.store.trajectories import Stored
-from artnb.types import Trajectory
+from artnb.types import RUN_OF_GATHER, Trajectory
 
 Slot = tuple[int, int]
 """Index of a scenario, number of an attempt at it."""
@@ -43,6 +43,8 @@ class GatherLog:
         self._keys: dict[int, str] = {}
         self._code = code_key(attempts.rollout, attempts.reward)
         self.step = self._run.step if self._run else 0
+        if self._run is not None:
+            RUN_OF_GATHER[self.id] = self._run
 
     def append(self, scenario: Any, slot: Slot, trajectories: list[Trajectory]) -> None:
         """Write the trajectories of one attempt."""

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 from artnb.compatibility import loaded, stale
 from artnb.devices import Gpu, gpus, hub_answers
 from artnb.errors import ArtnbError
-from artnb.ui.display import host
+from artnb.places import host
 
 _FOLDER = Path(__file__).parent / "constraints"
 

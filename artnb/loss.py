@@ -106,6 +106,7 @@ def token_loss(
         "gap": (logprobs_S - old_logprobs_S).detach().abs(),
         "limited": limited_S.detach(),
         "entropy": entropy_S.detach(),
+        "logprob": logprobs_S.detach(),
     }
     if base_logprobs_S is not None:
         kl_S = k3(logprobs_S, base_logprobs_S)

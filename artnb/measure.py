@@ -10,7 +10,7 @@ from typing import Any
 from artnb.errors import ConfigurationError
 from artnb.memory import process_bytes, size_text
 from artnb.plan import Plan, plan
-from artnb.ui.html import esc, table_html
+from artnb.ui.html import esc, table_html, visible
 from artnb.ui.snapshot import seconds_text
 from artnb.ui.text import table_text
 
@@ -68,7 +68,8 @@ class Comparison:
         return f"measured: {self.pace or 'no step yet'}"
 
     def __repr__(self) -> str:
-        return "\n".join([self._title(), table_text(self._rows()), self._measured(), "", repr(self.plan)])
+        parts = [visible(self._title()), table_text(self._rows()), self._measured(), "", repr(self.plan)]
+        return "\n".join(parts)
 
     def _repr_html_(self) -> str:
         table = f"<b>{esc(self._title())}</b>{table_html(self._rows())}<p>{esc(self._measured())}</p>"
@@ -90,6 +91,8 @@ def plan_model(model: Any, **options: Any) -> Comparison:
         "trainer": backend.stack.trainer,
         "load_in_4bit": bool(getattr(base, "is_loaded_in_4bit", False)),
         "gradient_checkpointing": bool(getattr(base, "is_gradient_checkpointing", False)),
+        "full_finetuning": backend.trains_all,
+        "optimizer": backend.trainer.optimizer_name,
         "context": min(4096, backend.max_context),
     }
     if backend.stack.engine == "torch":
@@ -176,8 +179,6 @@ def _check_local(backend: Any) -> None:
             f"{type(backend).__name__} does not say what it holds: only a model in this kernel can be "
             "measured. artnb.plan(base, device) plans any model"
         )
-    if backend.trains_all:
-        raise ConfigurationError("full_finetuning cannot be planned: plans are for adapters")
 
 
 def measure(backend: Any) -> dict[str, int]:
@@ -187,17 +188,20 @@ def measure(backend: Any) -> dict[str, int]:
     """
     _check_local(backend)
     trainer, engine, seen = backend.trainer, backend.engine, set[int]()
-    adapter = list(trainer.parameters.values())
-    factors = {id(p) for p in adapter}
-    model = [t for t in (*trainer.model.parameters(), *trainer.model.buffers()) if id(t) not in factors]
+    trained = list(trainer.parameters.values())
+    learns = {id(p) for p in trained}
+    model = [t for t in (*trainer.model.parameters(), *trainer.model.buffers()) if id(t) not in learns]
     parts = {
-        "base weights": model,
         # a layer that forms its effective weight when asked for it holds none
         "merged weights": [vars(layer).get("merged") for layer in trainer.layers],
+        "base weights": [*model, *(vars(layer).get("base") for layer in trainer.layers)],
         **(_of_vllm(engine) if hasattr(engine, "llm") else _of_torch(engine)),
-        "adapter": [*adapter, *(t for each in backend._published.values() for t in each)],
+        "trained weights" if backend.trains_all else "adapter": [
+            *trained,
+            *(t for each in backend._published.values() for t in each),
+        ],
         "optimizer": [t for state in trainer.optimizer.state.values() for t in state.values()],
-        "gradients": [p.grad for p in adapter],
+        "gradients": [p.grad for p in trained],
     }
     return {name: sum(_bytes(t, seen) for t in tensors) for name, tensors in parts.items()}
 
@@ -205,8 +209,10 @@ def measure(backend: Any) -> dict[str, int]:
 def _of_torch(engine: Any) -> dict[str, list[Any]]:
     cache = engine.cache
     keys = [*cache.keys, *cache.values, *(t for b in cache.blocks for t in (*b.keys, *b.values))]
-    packed = [t for p in set(engine.decoder.linears.home.values()) for t in (p.weight, p.bias)]
-    return {"packed weights": packed, "KV cache": keys}
+    linears = engine.decoder.linears
+    packed = [t for p in set(linears.home.values()) for t in (p.weight, p.bias)]
+    own = [each.weight for each in linears.others.values()]  # the base's until others are published
+    return {"packed weights": [*packed, *own], "KV cache": keys}
 
 
 def _of_vllm(engine: Any) -> dict[str, list[Any]]:

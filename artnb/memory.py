@@ -30,6 +30,8 @@ GPUS = {
 }
 """Bytes that CUDA reports on each card, a little less than the name says."""
 
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 2 * (1 + 4 / 256)}
+"""Bytes that an optimizer keeps of a parameter; of small tensors also the second keeps 8."""
 ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 FOUR_BITS = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of an nf4 weight: 4 bits, one byte of scale for 64 of them, one float32 for 256 scales."""
@@ -95,6 +97,9 @@ class Setting:
     """Room for keys and values that is asked for; None: as much as is of use and there is."""
     max_running: int = 128
     gradient_checkpointing: bool = False
+    full_finetuning: bool = False
+    """All weights learn instead of an adapter."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     shared_weights: bool | None = None
     """Whether engine and trainer use one copy of the base; None: where Unsloth can have it so."""
 
@@ -156,6 +161,19 @@ class Setting:
         return round(self.batch_tokens * self.trajectories * self.sampled / self.packed_tokens)
 
     @property
+    def updates_at_once(self) -> bool:
+        """A step has one micro-batch: what it computed is let go of before the gradients are complete."""
+        return self.batch_tokens >= self.packed_tokens
+
+    @property
+    def trained(self) -> int:
+        """Parameters that learn. Without an adapter all but biases and stacked experts, see FullTrainer."""
+        a = self.architecture
+        if not self.full_finetuning:
+            return a.adapter_parameters(self.lora)
+        return a.parameters - a.experts - sum(x.biases for x in a.linears)
+
+    @property
     def sequences(self) -> int:
         """Trajectories that want to run at once."""
         return min(self.max_running, self.trajectories)
@@ -168,9 +186,9 @@ class Setting:
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
-        found = [*_weights(self), *_adapter(self), *_training(self), _working(self)]
+        found = [*_weights(self), *_learning(self), *_training(self), _working(self)]
         if not self.on_gpu:
-            share = _HOLES["one" if self.batch_tokens >= self.packed_tokens else "several"]
+            share = _HOLES["one" if self.updates_at_once else "several"]
             lost = int(share * _sum(found, "training"))
             how = f"{share:.0%} of the training step lie unused between what is in use"
             found.append(Item("allocator", lost, "training", how))
@@ -215,7 +233,10 @@ def _weights(setting: Setting) -> list[Item]:
     small = ", linear layers in 4 bit" if setting.load_in_4bit else ""
     how = f"{a.parameters:,} parameters in {setting.dtype}{small}"
     items = [Item("base weights", weight_bytes(setting), "held", how)]
-    if setting.trainer == "peft" or not setting.on_gpu:  # on a GPU Unsloth's layers read the factors
+    if setting.full_finetuning:
+        how = "what learned, rounded to what the model computes with"
+        items.append(Item("merged weights", setting.trained * size, "held", how))
+    elif setting.trainer == "peft" or not setting.on_gpu:  # on a GPU Unsloth's layers read the factors
         merged = sum(x.weights for x in a.targets(setting.lora)) * size
         items.append(
             Item("merged weights", merged, "held", "W + scale * B @ A of each target, for the trainer")
@@ -223,6 +244,9 @@ def _weights(setting: Setting) -> list[Item]:
     if setting.engine == "torch" and not setting.on_gpu:
         packed = a.linear_weights + sum(x.biases for x in a.linears) + a.embedding
         how = "linear and output layers in oneDNN's order, for the engine"
+        if setting.full_finetuning:
+            packed += a.embedding + a.other
+            how += "; embedding and norms as they learn"
         items.append(Item("packed weights", packed * size, "held", how))
     if setting.engine == "vllm" and not setting.shares_weights:
         how = "a second copy of the base: vLLM does not share weights with this trainer"
@@ -234,22 +258,33 @@ def _weights(setting: Setting) -> list[Item]:
     return items
 
 
-def _adapter(setting: Setting) -> list[Item]:
-    count = setting.architecture.adapter_parameters(setting.lora)
-    ranks = f"{count:,} parameters, rank {setting.lora.rank}"
-    room = setting.itemsize * count if setting.engine == "vllm" and setting.on_gpu else 0
+def _learning(setting: Setting) -> list[Item]:
+    """What learns, with its optimizer, its gradient, and its past."""
+    count, size = setting.trained, setting.itemsize
+    moments = MOMENTS[setting.optimizer]
+    if setting.full_finetuning:
+        how = f"{count:,} parameters in float32, and as published in {setting.dtype}"
+        own = [Item("trained weights", (4 + size) * count, "held", how)]
+    else:
+        how = f"{count:,} parameters, rank {setting.lora.rank}, float32, trained and published"
+        room = size * count if setting.engine == "vllm" and setting.on_gpu else 0
+        own = [
+            Item("adapter", 8 * count, "held", how),
+            Item("engine's adapter", room, "held", f"vLLM's own, {setting.dtype}"),
+        ]
+    kind = "8 bits" if setting.optimizer == "adamw_8bit" else "float32"
     return [
-        Item("adapter", 8 * count, "held", f"{ranks}, float32, trained and published"),
-        Item("engine's adapter", room, "held", f"vLLM's own, {setting.dtype}"),
-        Item("optimizer", 8 * count, "held", "AdamW: two float32 for each"),
+        *own,
+        Item("optimizer", int(moments * count), "held", f"AdamW: two of {kind} for each"),
         Item("gradients", 4 * count, "training", "float32"),
-        Item("undo", 12 * count, "training", "adapter and optimizer as they were before the step"),
+        Item("undo", int((4 + moments) * count), "training", "weights and optimizer before the step"),
     ]
 
 
 def _training(setting: Setting) -> list[Item]:
     a, size, tokens = setting.architecture, setting.itemsize, setting.batch_tokens
-    layer = saved_bytes(a, size, lean=setting.trainer == "peft")
+    full = setting.full_finetuning
+    layer = saved_bytes(a, size, lean=setting.trainer == "peft" and not full, norms_learn=full)
     if setting.gradient_checkpointing:
         saved, how = tokens * (a.layers * a.hidden * size + layer), "one hidden state a layer, one layer open"
     else:
@@ -265,21 +300,27 @@ def _training(setting: Setting) -> list[Item]:
     rows = min(CHUNK, setting.batch_sampled)
     logits = rows * a.vocabulary * (size + 8) + 3 * setting.batch_sampled * a.hidden * size
     items.append(Item("sampled logits", logits, "training", f"{rows} * vocabulary * {size + 8} bytes"))
+    if full:
+        how = "of output layer and embedding, before they are added up"
+        items.append(Item("vocabulary gradients", (4 + size) * a.embedding, "training", how))
+    if full and setting.on_gpu:
+        room = max(0, 4 * setting.trained - saved)
+        items.append(Item("update", room, "training", "AdamW's roots, where activations were"))
     return items
 
 
-def saved_bytes(a: Architecture, itemsize: int, *, lean: bool) -> int:
+def saved_bytes(a: Architecture, itemsize: int, *, lean: bool, norms_learn: bool = False) -> int:
     """Bytes a token that one layer keeps for its backward pass.
 
     In the model's dtype: the inputs of the linear layers (2 H + Q, and 4 I with the gate before and
     after its activation), queries, keys and values (Q + 2 K). In float32: the two norms' inputs (8 H),
     and queries and keys where they are normed. lean: norms keep their input as it is, and a gated
-    feed-forward its two projections alone (2 I), as PeftTrainer has it.
+    feed-forward its two projections alone (2 I), as PeftTrainer has it. norms_learn: what they normed, too.
     """
     queries, keys = a.heads * a.head_dim, a.kv_heads * a.head_dim
     linear = 2 * a.hidden + 2 * queries + 2 * keys + (2 if lean else 4) * a.mlp_width
     normed = 2 * a.hidden + (queries + keys) * a.normed_heads
-    return itemsize * linear + (itemsize if lean else 4) * normed
+    return itemsize * (linear + normed * norms_learn) + (itemsize if lean else 4) * normed
 
 
 def _working(setting: Setting) -> Item:

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import time
 import warnings
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from artnb.bundled import BUNDLED, bundled_model
-from artnb.chat import ChatApp
 from artnb.client import async_client, sync_client
+from artnb.completions import ChatApp
 from artnb.config import LoraConfig, SamplingConfig
 from artnb.errors import CheckpointError, ConfigurationError, RunMismatch, require
 from artnb.rendering import make_renderer
 from artnb.store import Run
 from artnb.store.folder import RunFolder, differences, run_path
 from artnb.store.owner import refuse_if_in_use
+from artnb.trackers.base import Tracker
+from artnb.trackers.following import Trackers
 from artnb.ui.display import Live
-from artnb.ui.html import esc, facts_html
+from artnb.ui.html import esc, facts_html, visible
 from artnb.ui.snapshot import seconds_text
+from artnb.undo import checkpoint_of, go_back, policy_version_of
 
 if TYPE_CHECKING:
     import openai
@@ -35,6 +39,8 @@ T = TypeVar("T")
 
 _live: dict[Path, Model] = {}
 """Open models of this process by run folder: a cell that is run again finds its model here."""
+_NOT_THE_MODEL = ("self", "__class__", "trackers")
+"""Arguments that may differ when the cell of a live model is run again."""
 
 
 class Model:
@@ -42,8 +48,8 @@ class Model:
 
     base: a Hugging Face id, a local folder, or None for what suits this machine: on a CPU the bundled
     SmolLM2-135M-Instruct, on a GPU the Qwen2.5-Instruct that ``artnb doctor`` names.
-    run, root: name and parent folder of the run; a run that exists is resumed at its latest
-    checkpoint. Making the same model again returns the live one; with another configuration the
+    run, root: name and parent folder of the run, None for ``run_root()``; a run that exists is resumed at
+    its latest checkpoint. Making the same model again returns the live one; with another configuration the
     old one is closed first. init_from: name of a run under ``root``, or a checkpoint folder, whose
     adapter a new run starts from. dtype: ``bfloat16``, ``float16``, ``float32``, or None for what is
     native here. engine: ``torch`` or ``vllm``; trainer: ``peft`` or ``unsloth``; None takes the first of
@@ -53,11 +59,16 @@ class Model:
     with about a tenth of an adapter's learning rate), and for Unsloth what its ``from_pretrained`` takes,
     such as ``load_in_4bit``. template_kwargs: variables of the chat template, for example
     ``{"enable_thinking": False}``. backend: any ``Backend`` instead of the one in this kernel, for example
-    ``FakeBackend()``. keep_checkpoints: how many of the latest checkpoints stay on disk.
+    ``FakeBackend()``. keep_checkpoints: how many of the latest checkpoints stay on disk. trackers: who else
+    hears of this run, for example ``[WeaveTracker("my-team/my-project")]``; one that cannot start stops this
+    cell before anything is loaded, one that fails later is switched off with a warning and the run goes on.
 
     Raises RunInUse, RunMismatch, CheckpointError, MissingDependency, ConfigurationError.
     """
 
+    _load_seconds: float | None = None
+    trackers: Trackers
+    """Who else hears of this run, and how much they have heard."""
     _given: dict[str, Any] | None = None
     """What this model was made with; None before and after it is open."""
 
@@ -75,7 +86,7 @@ class Model:
         base: str | Path | None = None,
         run: str = "default",
         *,
-        root: str | Path = "runs",
+        root: str | Path | None = None,
         lora: LoraConfig | None = None,
         sampling: SamplingConfig | None = None,
         dtype: str | None = None,
@@ -89,21 +100,28 @@ class Model:
         takeover: bool = False,
         keep_checkpoints: int = 5,
         seed: int = 0,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
-        if self._given == given:
-            return  # __new__ found the live model
+        given = {name: value for name, value in locals().items() if name not in _NOT_THE_MODEL}
+        if self._given == given:  # __new__ found the live model
+            self.trackers.replace(trackers)
+            return
         if keep_checkpoints < 1:
             raise ConfigurationError(f"keep_checkpoints must be >= 1, got {keep_checkpoints}")
         self.sampling = sampling or SamplingConfig()
         self.keep_checkpoints = keep_checkpoints
         self._servers: list[Server] = []
+        if backend is None and not takeover:
+            refuse_if_in_use(run_path(run, root))  # before anything slow starts
+        self.trackers = Trackers(trackers, name=run, path=run_path(run, root))
         if backend is None:
-            if not takeover:
-                refuse_if_in_use(run_path(run, root))  # before anything slow starts
             stack = {"dtype": dtype, "engine": engine, "trainer": trainer}
             kwargs = {"engine_kwargs": engine_kwargs, "trainer_kwargs": trainer_kwargs}
-            backend = self._load(base, lora or LoraConfig(), seed=seed, **stack, **kwargs)
+            try:
+                backend = self._load(base, lora or LoraConfig(), seed=seed, **stack, **kwargs)
+            except BaseException:
+                self.trackers.finish()
+                raise
         self.backend = backend
         opened: Run | None = None
         try:
@@ -112,13 +130,17 @@ class Model:
             self.run = opened = Run.open(run, root, identity=identity, takeover=takeover)
             self.name = self.run.name
             self._resume()
+            self.trackers.follow(self.run)
+            self.run.on_roll_back = self.rollback
             if source is not None:
                 self.run.record_event("initialised", source=str(source))
+            self._record_model()
             renderer = make_renderer(
                 self.backend.tokenizer, self.backend.base_model, template_kwargs=template_kwargs
             )
             self.app = ChatApp(self.backend, renderer, model_name=self.name, sampling=self.sampling)
         except BaseException:
+            self.trackers.finish()
             if opened is not None:
                 opened.close()
             _blocking(self.backend.close())
@@ -153,9 +175,16 @@ class Model:
             trainer_kwargs=trainer_kwargs,
             **options,
         )
-        done = f"Loaded {name} in {seconds_text(time.monotonic() - started)}"
+        self._load_seconds = time.monotonic() - started
+        done = f"Loaded {name} in {seconds_text(self._load_seconds)}"
         live.finish(esc(done), done)
         return loaded
+
+    def _record_model(self) -> None:
+        """What samples and learns in this session, for whoever reads the run later."""
+        about = {name: value for name, value in self.backend.describe().items() if name != "identity"}
+        sampling = dataclasses.asdict(self.sampling)
+        self.run.record_event("model", load_seconds=self._load_seconds, about=about, sampling=sampling)
 
     def _checkpoint_folder(self, name: str) -> Path:
         return self.run.path / "checkpoints" / name
@@ -175,12 +204,7 @@ class Model:
         if latest is None:
             return
         latest.verify()
-        version = latest.state.get("policy_version")
-        if not isinstance(version, int):
-            raise CheckpointError(
-                f"{latest.path} does not say its policy version: train_step did not write it"
-            )
-        _blocking(self.backend.load(latest.path, policy_version=version))
+        _blocking(self.backend.load(latest.path, policy_version=policy_version_of(latest)))
 
     # ---- what a cell uses -----------------------------------------------------------------------
 
@@ -211,6 +235,21 @@ class Model:
         self._servers.append(server)
         return server
 
+    def rollback(self, to: int | Literal["best"]) -> int:
+        """Go back to the checkpoint after ``to`` steps; returns the step the run stands at then.
+
+        "best" is the checkpoint whose policy earned the highest mean reward when a step sampled from it; it
+        is kept beside the latest ones. Weights, optimizer, engine, random state and ``run.cursor`` are those
+        of the checkpoint, later records stay in the run and do not count any more. All of it happens or
+        nothing. Between two steps only; inside a loop over ``run.steps``, ``run.ask("roll_back", to)`` does
+        it after the step under way. Raises CheckpointError, naming the checkpoints there are, and RunInUse
+        while a step is under way.
+        """
+        self.run.check_writable()
+        checkpoint = checkpoint_of(self.run, to)
+        _blocking(go_back(self.backend, self.run, checkpoint))
+        return self.run.step
+
     def plan(self, **options: Any) -> Comparison:
         """What this model was planned to hold, beside what it holds; options as for ``artnb.plan``."""
         from artnb.measure import plan_model
@@ -232,6 +271,7 @@ class Model:
         if _live.get(self.run.path) is self:
             del _live[self.run.path]
         _blocking(self.backend.close())
+        self.trackers.finish()
         self.run.close()
 
     def __enter__(self) -> Model:
@@ -258,22 +298,24 @@ class Model:
             facts["runs on"] = f"{about['device']}, {about['dtype']}, {about['threads']} threads"
             facts["stack"] = f"{about['trainer']} trains, {about['engine']} samples"
         facts["context"] = f"{self.backend.max_context} tokens"
+        if len(self.trackers):
+            facts["trackers"] = repr(self.trackers)
         if unsure := self.app.renderer.not_guaranteed:
             facts["not guaranteed by this chat template"] = "; ".join(unsure)
         return facts
 
     def __repr__(self) -> str:
-        return "Model(" + ", ".join(f"{name}: {value}" for name, value in self._facts().items()) + ")"
+        return visible(f"Model({', '.join(f'{name}: {value}' for name, value in self._facts().items())})")
 
     def _repr_html_(self) -> str:
         return facts_html(self._facts())
 
 
 def _given(args: tuple[Any, ...], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Every argument of ``Model`` by name, defaults included."""
+    """Every argument that makes the model what it is, by name, defaults included."""
     bound = inspect.signature(Model.__init__).bind(None, *args, **options)
     bound.apply_defaults()
-    return {name: value for name, value in bound.arguments.items() if name != "self"}
+    return {name: value for name, value in bound.arguments.items() if name not in _NOT_THE_MODEL}
 
 
 def _adapter_folder(source: str | Path, root: Path, identity: Mapping[str, Any]) -> Path:

@@ -19,7 +19,7 @@ from artnb.bundled import BUNDLED
 from artnb.config import LoraConfig, TrainConfig
 from artnb.errors import ConfigurationError
 from artnb.memory import GPUS, ITEMSIZE, Item, Setting, size_text
-from artnb.ui.html import esc, facts_html, table_html
+from artnb.ui.html import esc, facts_html, table_html, visible
 from artnb.ui.snapshot import seconds_text
 from artnb.ui.text import table_text
 
@@ -57,6 +57,8 @@ def plan(
     kv_bytes: int | None = None,
     max_running: int = 128,
     gradient_checkpointing: bool = False,
+    full_finetuning: bool = False,
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw",
     sampled_per_second: float | None = None,
     trained_per_second: float | None = None,
 ) -> Plan:
@@ -68,8 +70,10 @@ def plan(
     context: tokens of the longest trajectory; prompt: how many of them, from the start, a group shares
     (half of them when not given); sampled: how many the model writes (the rest). groups: groups of
     ``group_size`` trajectories in a step. engine, trainer: torch and peft on a CPU, vllm and unsloth on
-    a GPU when not given. kv_bytes: room for keys and values. sampled_per_second, trained_per_second:
-    measured tokens per second of sampling and of training, for the minutes of a step.
+    a GPU when not given. full_finetuning: all weights learn instead of an adapter (on a GPU with peft).
+    optimizer: ``adamw``, or ``adamw_8bit`` of bitsandbytes. kv_bytes: room for keys and values.
+    sampled_per_second, trained_per_second: measured tokens per second of sampling and of training, for
+    the minutes of a step.
 
     Raises ConfigurationError when the configuration cannot be read or a parameter cannot work.
 
@@ -87,7 +91,7 @@ def plan(
         capacity=capacity,
         dtype=_dtype(dtype, kind),
         engine=_one_of("engine", engine or ("vllm" if on_gpu else "torch"), ("torch", "vllm")),
-        trainer=_one_of("trainer", trainer or ("unsloth" if on_gpu else "peft"), ("peft", "unsloth")),
+        trainer=_one_of("trainer", trainer or _trainer(on_gpu, full_finetuning), ("peft", "unsloth")),
         lora=lora or LoraConfig(),
         context=context,
         prompt=prompt,
@@ -99,6 +103,8 @@ def plan(
         kv_bytes=kv_bytes,
         max_running=max_running,
         gradient_checkpointing=gradient_checkpointing,
+        full_finetuning=full_finetuning,
+        optimizer=_one_of("optimizer", optimizer, tuple(memory.MOMENTS)),
     )
     _check(setting)
     return Plan(setting, sampled_per_second, trained_per_second)
@@ -108,6 +114,10 @@ def _name(base: Any, config: Any) -> str:
     if isinstance(base, str | Path):
         return str(base)
     return BUNDLED if base is None else config.name_or_path or config.model_type
+
+
+def _trainer(on_gpu: bool, full_finetuning: bool) -> str:
+    return "unsloth" if on_gpu and not full_finetuning else "peft"
 
 
 def _device(device: str | int | None) -> tuple[str, int]:
@@ -163,6 +173,19 @@ def _check(setting: Setting) -> None:
     if setting.load_in_4bit and setting.trainer != "unsloth":
         raise ConfigurationError('load_in_4bit needs trainer="unsloth": the peft trainer does not quantise')
     setting.architecture.targets(setting.lora)
+    if setting.full_finetuning:
+        _check_full(setting)
+
+
+def _check_full(setting: Setting) -> None:
+    problems = {
+        "trains no adapter: leave lora out": setting.lora != LoraConfig(),
+        'needs trainer="peft" on a GPU': setting.on_gpu and setting.trainer != "peft",
+        "needs weights that are not in 4 bit": setting.load_in_4bit,
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise ConfigurationError(f"full_finetuning {problem}")
 
 
 @dataclass(frozen=True)
@@ -196,7 +219,7 @@ class Plan:
     @property
     def weight_copies(self) -> int:
         """Copies of the linear layers' weights: 1 where engine and trainer share them on a GPU."""
-        names = ("base weights", "merged weights", "packed weights", "engine weights")
+        names = ("base weights", "merged weights", "trained weights", "packed weights", "engine weights")
         return sum(item.name in names for item in self.items)
 
     @property
@@ -289,7 +312,9 @@ class Plan:
             )
         if s.load_in_4bit and s.architecture.experts:
             notes.append(f"routed experts stay in {s.dtype}: bitsandbytes makes only linear layers small")
-        if s.architecture.experts and s.lora.targets == "all-linear":
+        if s.architecture.experts and s.full_finetuning:
+            notes.append("routed experts do not learn: they are no layers of their own")
+        elif s.architecture.experts and s.lora.targets == "all-linear":
             notes.append("routed experts get no adapter: name the linear layers in LoraConfig(targets=...)")
         if s.architecture.latent and s.engine == "torch":
             notes.append("the torch engine does not run latent attention; the cache is vLLM's")
@@ -316,7 +341,7 @@ class Plan:
             "items": [asdict(item) for item in self.items],
             "parameters": s.architecture.parameters,
             "active_parameters": s.architecture.active_parameters,
-            "adapter_parameters": s.architecture.adapter_parameters(s.lora),
+            "trained_parameters": s.trained,
             "weight_copies": self.weight_copies,
             "tokens_per_step": self.tokens_per_step,
             "minutes_per_step": self.minutes_per_step,
@@ -358,7 +383,7 @@ class Plan:
 
     def __repr__(self) -> str:
         facts = [f"{name}: {value}" for name, value in self._facts().items()]
-        return "\n".join([self._title(), table_text(self._rows()), *facts])
+        return visible("\n".join([self._title(), table_text(self._rows()), *facts]))
 
     def _repr_html_(self) -> str:
         body = table_html(self._rows()) + facts_html(self._facts())
@@ -371,13 +396,23 @@ Changes = Iterator[tuple[str, Setting]]
 
 
 def _share_weights(s: Setting) -> Changes:
-    if s.on_gpu and s.engine == "vllm" and s.trainer != "unsloth":
+    if s.on_gpu and s.engine == "vllm" and s.trainer != "unsloth" and not s.full_finetuning:
         yield 'trainer="unsloth" (one copy of the base)', replace(s, trainer="unsloth")
 
 
 def _four_bits(s: Setting) -> Changes:
     if s.on_gpu and s.trainer == "unsloth" and not s.load_in_4bit:
         yield "load_in_4bit=True", replace(s, load_in_4bit=True)
+
+
+def _eight_bits(s: Setting) -> Changes:
+    if s.optimizer == "adamw" and s.on_gpu:
+        yield 'optimizer="adamw_8bit"', replace(s, optimizer="adamw_8bit")
+
+
+def _adapter(s: Setting) -> Changes:
+    if s.full_finetuning:
+        yield "full_finetuning=False (an adapter)", replace(s, full_finetuning=False)
 
 
 def _microbatch(s: Setting) -> Changes:
@@ -425,7 +460,10 @@ def _halves(value: int, least: int) -> list[int]:
     return halves
 
 
-_CHANGES = (_share_weights, _four_bits, _microbatch, _checkpointing, _cache, _group, _context)
+_CHANGES = (
+    *(_share_weights, _four_bits, _eight_bits, _microbatch, _checkpointing),
+    *(_cache, _adapter, _group, _context),
+)
 
 
 def _changes(setting: Setting) -> Changes:

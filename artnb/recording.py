@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +12,7 @@ from artnb.prompt_memory import PromptMemory, same_message
 from artnb.types import History, Item, Message, Trajectory, Turn
 
 _current: ContextVar[Recorder | None] = ContextVar("artnb_recorder", default=None)
+_listener: ContextVar[Callable[[int], object] | None] = ContextVar("artnb_listener", default=None)
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,24 @@ def recording() -> Iterator[Recorder]:
         yield recorder
     finally:
         _current.reset(token)
+
+
+@contextlib.contextmanager
+def listening(on_token: Callable[[int], object]) -> Iterator[None]:
+    """Hear each token that calls of this block sample, as it is sampled: see ``SampleRequest.on_token``.
+
+    Calls with ``n`` above 1 are not told of: their choices come mixed.
+    """
+    token = _listener.set(on_token)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def current_listener() -> Callable[[int], object] | None:
+    """What ``listening`` was given here, None outside of it."""
+    return _listener.get()
 
 
 def current_recorder() -> Recorder | None:

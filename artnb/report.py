@@ -1,7 +1,8 @@
-"""What came out of a run? ``result.json`` beside it, and a comparison that a person can read."""
+"""What came out of a run? ``result.json`` in its folder, and a comparison that a person can read."""
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
@@ -13,6 +14,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from artnb.secrets import redact
+from artnb.store.codec import encode
 from artnb.ui.html import table_html
 from artnb.ui.snapshot import is_step, is_supervised, reward_of
 from artnb.ui.text import table_text
@@ -20,6 +23,9 @@ from artnb.ui.text import table_text
 _PACKAGES = ("artnb", "torch", "transformers", "peft", "openai", "numpy", "vllm", "unsloth")
 _STARTED = time.monotonic()
 """When ``import artnb`` loaded this module."""
+RESULT_TYPE = "application/vnd.artnb.result+json"
+"""The record as an output of a cell: programs find it in a saved notebook, front ends pass over it."""
+_LONGEST_ERROR = 2000
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,10 @@ class Report:
             for name, value in named.items()
         ]
 
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, Any]:
+        """Beside HTML and text, which the front end asks for by themselves."""
+        return {RESULT_TYPE: json.loads(encode(self.record))}
+
     def _repr_html_(self) -> str:
         return table_html(self._rows())
 
@@ -71,16 +81,13 @@ def report(
 
     before, after and the baselines are Evaluations; metrics names those of their metrics to show.
     ``seconds`` counts from ``import artnb``; ``artnb.demo`` replaces it by the time of the whole
-    command.
+    command. ``status`` is ``complete`` when the loop took all the steps that ``run.steps`` was asked for,
+    else ``stopped``, ``interrupted`` or ``incomplete``. A run that is closed without a report gets a result
+    of its own, without evaluations.
     """
-    steps = [r for r in run.metrics() if is_step(r)]
     record = {
         "notebook": notebook,
-        "seconds": round(time.monotonic() - _STARTED, 1),
-        "reward_by_step": [reward_of(r) for r in steps],
-        "supervised_steps": [
-            {name: r.get(name) for name in ("step", "loss", "nll")} for r in steps if is_supervised(r)
-        ],
+        **progress(run),
         "evaluation": {
             "before": _evaluation(before),
             "after": _evaluation(after),
@@ -92,6 +99,55 @@ def report(
         "machine": machine(),
     }
     return Report(Path(run.write_result(record)), record, tuple(metrics))
+
+
+def unreported(run: Any) -> dict[str, Any]:
+    """The record for a run that was stopped or failed before its notebook could report."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    record = {
+        "notebook": None,
+        **progress(run),
+        "evaluation": {"before": None, "after": None, "baselines": {}},
+        "parameters": {},
+        "run": run.name,
+        "versions": versions(),
+    }
+    if record["status"] != "complete" and error is not None:
+        record["last_error"] = f"{type(error).__name__}: {redact(str(error))[:_LONGEST_ERROR]}"
+    return record
+
+
+def progress(run: Any) -> dict[str, Any]:
+    """How far a run came: its status, and the rewards of its steps."""
+    steps = [r for r in run.metrics() if is_step(r)]
+    trained = max((r["step"] + 1 for r in steps), default=0)
+    return {
+        **outcome(run.events(), trained),
+        "seconds": round(time.monotonic() - _STARTED, 1),
+        "reward_by_step": [reward_of(r) for r in steps],
+        "supervised_steps": [
+            {name: r.get(name) for name in ("step", "loss", "nll")} for r in steps if is_supervised(r)
+        ],
+    }
+
+
+def outcome(events: Sequence[Mapping[str, Any]], trained: int) -> dict[str, Any]:
+    """Did the loop take its steps? ``status``, ``steps`` taken and ``steps_asked`` for, from the journal.
+
+    >>> outcome([{"kind": "loop", "total": 3}, {"kind": "stopped", "reason": "STOP file"}], 2)
+    {'status': 'stopped', 'steps': 2, 'steps_asked': 3}
+    """
+    total, ended = None, "incomplete"
+    for event in events:
+        kind = event.get("kind")
+        if kind == "loop":
+            total, ended = int(event["total"]), "incomplete"
+        elif kind == "stopped":
+            ended = "stopped"
+        elif kind == "gather" and event.get("split") == "train" and ended != "stopped":
+            ended = "interrupted" if event.get("status") == "interrupted" else "incomplete"
+    is_complete = trained >= total if total is not None else trained > 0
+    return {"status": "complete" if is_complete else ended, "steps": trained, "steps_asked": total}
 
 
 def _evaluation(evaluation: Any) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from artnb.chat import ChatApp, ChatError, Reply
+from artnb.completions import ChatApp, ChatError, Reply
 from artnb.errors import ArtnbError, require
 
 Scope = dict[str, Any]

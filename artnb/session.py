@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from artnb.comm_pump import comm_pump
+from artnb.errors import Interrupted
 from artnb.interrupts import Watch, watching
 
 T = TypeVar("T")
@@ -32,12 +33,39 @@ async def session(on_interrupt: Callable[[], object]) -> AsyncIterator[Watch]:
         finally:
             heartbeat.cancel()
             await asyncio.wait([heartbeat])
+            turn()  # a session shorter than a heartbeat hears what was clicked, too
 
 
 async def _beat(turn: Callable[[], None]) -> None:
     while True:
         await asyncio.sleep(HEARTBEAT_SECONDS)
         turn()
+
+
+async def until_resumed(run: Any, watch: Watch) -> bool:
+    """Wait while a person has paused the run; resume, stop, the file STOP and ■ end the waiting.
+
+    True when stop ended it.
+    """
+    controls = getattr(run, "controls", None)
+    if controls is None or not controls.paused:
+        return False
+    while controls.paused and not watch.interrupted and not run.has_stop_file:
+        await asyncio.sleep(HEARTBEAT_SECONDS)
+    return controls.stop or run.has_stop_file
+
+
+async def hold(run: Any) -> None:
+    """Wait while a person has paused the run, before a step whose rollouts are there: stop lets it be taken.
+
+    Raises Interrupted on ■.
+    """
+    if not run.controls.paused:
+        return
+    async with session(lambda: None) as watch:
+        await until_resumed(run, watch)
+    if watch.interrupted:
+        raise Interrupted("interrupted while the run was paused: this step was not begun")
 
 
 def remember(result: T) -> T:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from artnb.batch import Rows
 from artnb.types import TrajectoryGroup
@@ -57,6 +61,7 @@ def describe_data(groups: Sequence[TrajectoryGroup], rows: Rows) -> dict[str, fl
         "groups": len(groups),
         "trajectories": len(trajectories),
         "failed": sum(t.error is not None for t in trajectories),
+        "unscored": sum(t.error is None and not t.is_scored for t in trajectories),
         "samples": len(rows.samples),
         "tokens": sum(sample.sampled_tokens for sample in rows.samples),
         "tokens_sampled": sampled,
@@ -67,6 +72,7 @@ def describe_data(groups: Sequence[TrajectoryGroup], rows: Rows) -> dict[str, fl
     }
     if seconds > 0:
         metrics["tokens_per_second_gather"] = sampled / seconds
+    metrics |= _judging(getattr(groups, "judging", None))
     rewards = [float(t.reward) for t in trajectories if t.is_scored and t.reward is not None]
     if rewards:
         metrics |= {"reward_min": min(rewards), "reward_max": max(rewards)} | _spread("reward", rewards)
@@ -74,6 +80,17 @@ def describe_data(groups: Sequence[TrajectoryGroup], rows: Rows) -> dict[str, fl
         a for s in rows.samples for a, own in zip(s.advantages_T, s.is_sampled_T, strict=True) if own
     ]
     return metrics | _spread("advantage", advantages)
+
+
+def _judging(summary: Any) -> dict[str, float]:
+    """What the judge of these groups took; dollars only where its price is known."""
+    if summary is None:
+        return {}
+    spent, seconds = summary.spent, summary.seconds
+    metrics = {"seconds_judge": seconds, "judge_requests": spent.requests, "judge_invalid": spent.invalid}
+    if seconds > 0:
+        metrics["tokens_per_second_judge"] = spent.output_tokens / seconds
+    return metrics | ({"cost_judge": spent.dollars} if spent.is_priced and spent.requests else {})
 
 
 def _spread(name: str, values: Sequence[float]) -> dict[str, float]:
@@ -122,11 +139,27 @@ def warnings_of(metrics: Mapping[str, float]) -> list[str]:
     return found
 
 
-def peak_memory() -> dict[str, float]:
-    """The most memory that this process has held, in GB; empty on Windows, which does not say."""
-    if sys.platform == "win32":
-        return {}
-    import resource
+def memory_held() -> dict[str, float]:
+    """What this process holds now and held at most, in GB, and of it on a GPU where torch uses one.
 
-    unit = 2**30 if sys.platform == "darwin" else 2**20
-    return {"memory_peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit}
+    ``gpu_memory_allocated_gb`` is what tensors take, ``gpu_memory_reserved_gb`` what torch keeps for them.
+    Windows does not say what the process holds.
+    """
+    found: dict[str, float] = {}
+    if sys.platform != "win32":
+        import resource
+
+        unit = 2**30 if sys.platform == "darwin" else 2**20
+        found["memory_peak_gb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
+    with contextlib.suppress(OSError):  # not Linux
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        found["memory_gb"] = pages * os.sysconf("SC_PAGE_SIZE") / 2**30
+    torch = sys.modules.get("torch")  # whoever trains on a GPU has imported it
+    if torch is not None and torch.cuda.is_initialized():
+        for name, bytes_held in (
+            ("allocated", torch.cuda.memory_allocated()),
+            ("reserved", torch.cuda.memory_reserved()),
+            ("peak", torch.cuda.max_memory_allocated()),
+        ):
+            found[f"gpu_memory_{name}_gb"] = bytes_held / 2**30
+    return found

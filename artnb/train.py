@@ -6,6 +6,7 @@ groups -> advantages -> rows -> gradient -> update -> the engine serves it -> ch
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
 import warnings
 from collections.abc import Sequence
@@ -17,8 +18,14 @@ from artnb.batch import Rows, check_complete, check_staleness, loss_denominator,
 from artnb.config import TrainConfig
 from artnb.errors import NothingToTrain
 from artnb.interrupts import to_its_end
-from artnb.step_metrics import describe_data, over_updates, peak_memory, warnings_of
-from artnb.types import Sample, TrajectoryGroup
+from artnb.session import hold
+from artnb.step_metrics import describe_data, memory_held, over_updates, warnings_of
+from artnb.step_tokens import token_records
+from artnb.store.controls import TRAINING
+from artnb.store.token_records import TokenRecord
+from artnb.types import TrajectoryGroup
+from artnb.ui.display import log
+from artnb.ui.text import step_line
 from artnb.undo import whole_or_not_at_all
 
 
@@ -94,10 +101,12 @@ async def take_step(
     ``metrics`` describe the rows; ``started`` is the caller's ``time.perf_counter()``. Warnings are of
     the caller's caller. Raises Interrupted, PublicationError, CheckpointError.
     """
-    if (asked := model.run.controls.learning_rate) is not None:
-        config = config.replace(learning_rate=asked)
+    await hold(model.run)
+    config = config.replace(**model.run.controls.given(TRAINING))
+    model.run.record_configuration(dataclasses.asdict(config))
     work = partial(_step, model, rows, config, metrics, started, kind)
     result = await whole_or_not_at_all(model.backend, work)
+    log(step_line(result))
     model.run.prune_checkpoints(model.keep_checkpoints)
     for warning in result.warnings:
         warnings.warn(warning, stacklevel=3)
@@ -109,15 +118,17 @@ async def _step(
 ) -> StepResult:
     """Train, publish, and write it all down; until the run has moved on, everything can be undone."""
     step, skipped = model.run.step, rows.skipped
+    tokens: dict[str, TokenRecord] = {}
     if rows.samples:
-        metrics |= await _update(model.backend, rows.samples, config, model.policy_version + 1, kind)
-    metrics |= peak_memory()
+        measured, tokens = await _update(model.backend, rows, config, model.policy_version + 1, kind)
+        metrics |= measured
+    metrics |= memory_held()
     result = StepResult(step, model.policy_version, metrics, rows.dropped, skipped, warnings_of(metrics))
     state = {"policy_version": result.policy_version}
     about = {"kind": kind, "dropped": rows.dropped, "skipped": skipped, "warnings": result.warnings}
     record = {**state, **about, **metrics}
     trained = time.perf_counter()
-    with model.run.finishing_step(record, state) as (folder, seal):
+    with model.run.finishing_step(record, state, tokens) as (folder, seal):
         await to_its_end(model.backend.save(folder))
         await to_its_end(asyncio.to_thread(seal))
         now = time.perf_counter()
@@ -128,19 +139,19 @@ async def _step(
 
 
 async def _update(
-    backend: Any, samples: Sequence[Sample], config: TrainConfig, version: int, kind: str
-) -> dict[str, float]:
+    backend: Any, rows: Rows, config: TrainConfig, version: int, kind: str
+) -> tuple[dict[str, float], dict[str, TokenRecord]]:
     """One optimizer update per mini-batch, then the engine gets the new policy."""
-    parts: list[dict[str, float]] = []
-    started = time.perf_counter()
-    for part in minibatches(samples, config.minibatches):
+    parts, of_tokens, started = [], [], time.perf_counter()
+    for part in minibatches(rows.samples, config.minibatches):
         denominator = loss_denominator(part, config)
         measured = await backend.forward_backward(part, config, loss_denominator=denominator)
         parts.append(measured | await backend.optim_step(config))
+        of_tokens.append((part, getattr(measured, "tokens", None)))
     trained = time.perf_counter()
     proof = await backend.publish_weights(version)
     metrics = over_updates(parts, kind)
-    return metrics | {
+    metrics |= {
         "updates": len(parts),
         "seconds_train": trained - started,
         "seconds_publish": proof.seconds,
@@ -150,3 +161,4 @@ async def _update(
         "rounding_lost": proof.rounding_lost,
         "weights_changed": float(proof.changed),
     }
+    return metrics, token_records(rows, of_tokens) if config.record_tokens else {}

@@ -7,9 +7,12 @@ import math
 import time
 import traceback as traceback_module
 import uuid
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+from artnb.secrets import redact
 
 Message = dict[str, Any]
 """One OpenAI-style chat message: role, content, and perhaps tool_calls, tool_call_id, name."""
@@ -36,7 +39,7 @@ class Scenario:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a rollout failed, kept as data on its trajectory."""
+    """Why a rollout failed, kept as data on its trajectory; the values of known keys are taken out."""
 
     type: str
     message: str
@@ -45,7 +48,7 @@ class Failure:
     @classmethod
     def from_exception(cls, error: BaseException) -> Failure:
         lines = traceback_module.format_exception(type(error), error, error.__traceback__)
-        return cls(type(error).__name__, str(error), "".join(lines))
+        return cls(type(error).__name__, redact(str(error)), redact("".join(lines)))
 
 
 @dataclass(frozen=True)
@@ -280,6 +283,13 @@ class Trajectory:
         return trajectory_html(self)
 
 
+BEFORE_OVERRIDE = "reward_before_override"
+"""Key of a trajectory's metadata: the reward that a person changed."""
+
+RUN_OF_GATHER: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+"""Id of a gather -> the run that it wrote to: where overrides of its groups are recorded."""
+
+
 @dataclass
 class TrajectoryGroup:
     """Attempts at one scenario that are compared with each other."""
@@ -297,6 +307,25 @@ class TrajectoryGroup:
 
     def __getitem__(self, index: int) -> Trajectory:
         return self.trajectories[index]
+
+    def override(self, index: int, reward: float | None, why: str) -> None:
+        """A person's reward for the trajectory at ``index``, with a reason; None takes it back.
+
+        It counts in the next step, and stands in the journal of the run that gathered the group in this
+        process. Raises ValueError for a reward that is no finite number, or no reason; ArtnbError when that
+        run was closed.
+        """
+        if reward is not None and not (isinstance(reward, int | float) and math.isfinite(reward)):
+            raise ValueError(f"a reward is a finite number, got {reward!r}")
+        if not why.strip():
+            raise ValueError("say why: the reason is kept with the reward")
+        trajectory = self.trajectories[index]
+        if (run := RUN_OF_GATHER.get(str(self.metadata.get("gather_id")))) is not None:
+            run.record_event("override", trajectory=trajectory.id, value=reward, reason=why, step=run.step)
+        before = trajectory.metadata.pop(BEFORE_OVERRIDE, trajectory.reward)
+        if reward is not None:
+            trajectory.metadata[BEFORE_OVERRIDE] = before
+        trajectory.reward = before if reward is None else float(reward)
 
     @property
     def exceptions(self) -> list[Failure]:
@@ -338,6 +367,8 @@ class Groups(list[TrajectoryGroup]):
     status: str = "complete"
     """``complete``, ``interrupted``, ``stopped`` or ``timeout``."""
     seconds: float = 0.0
+    judging: Any = None
+    """Facts about the call of ``judge`` that scored them."""
 
     @property
     def trajectories(self) -> list[Trajectory]:
@@ -376,6 +407,9 @@ class Sample:
     group: int
     """Index of the group in the step."""
     temperature: float = 1.0
+    turns: tuple[tuple[int, ...], ...] = ()
+    """For each turn that has a loss here, in order: its places in ``trajectory.turns``, more than one where
+    several histories hold it. Empty for rows that no gathered trajectory stands behind."""
 
     @property
     def sampled_tokens(self) -> int:

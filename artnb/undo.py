@@ -1,4 +1,4 @@
-"""How does a training step happen as a whole or not at all, also when ■ is pressed in its middle?"""
+"""How does a training step, or a way back to a checkpoint, happen as a whole or not at all?"""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from artnb.errors import Interrupted, RunInUse
+from artnb.errors import CheckpointError, ConfigurationError, Interrupted, RunInUse
 from artnb.interrupts import to_its_end
 from artnb.session import remember, session
+from artnb.store import Checkpoint, Run
+from artnb.store.controls import Target
 
 T = TypeVar("T")
 
 _under_way: set[int] = set()
 """Ids of the backends of which a step is under way: undoing it would undo another one as well."""
+
+
+def is_under_way(backend: Any) -> bool:
+    """Whether a step of this backend is between its beginning and its end, in any thread."""
+    return id(backend) in _under_way
 
 
 async def whole_or_not_at_all(backend: Any, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -48,6 +55,48 @@ async def _whole_or_not_at_all(backend: Any, work: Callable[[], Coroutine[Any, A
     if watch.interrupted:
         raise Interrupted("interrupted just after the step was finished and saved; it is on .partial", result)
     return result
+
+
+async def go_back(backend: Any, run: Run, checkpoint: Checkpoint) -> None:
+    """Take backend and run back to a checkpoint; after an error both are as they were.
+
+    Raises RunInUse while a step is under way, CheckpointError for a checkpoint that cannot be loaded.
+    """
+    if id(backend) in _under_way:
+        raise RunInUse("a training step of this model is under way: await it before going back")
+    checkpoint.verify()
+    version, cursor = policy_version_of(checkpoint), dict(checkpoint.state.get("cursor") or {})
+    before = await backend.snapshot()
+    try:
+        await backend.load(checkpoint.path, policy_version=version)
+        run.roll_back(checkpoint.step)
+    except BaseException:
+        await backend.restore(before)
+        raise
+    run.cursor = cursor
+
+
+def checkpoint_of(run: Run, to: Target) -> Checkpoint:
+    """The checkpoint that "best" or a number of steps means. Raises CheckpointError."""
+    if to != "best" and (not isinstance(to, int) or isinstance(to, bool)):
+        raise ConfigurationError(f"go back to a step or to 'best'; got {to!r}")
+    known = run.checkpoints()
+    found = run.best_checkpoint() if to == "best" else next((c for c in known if c.step == to), None)
+    if found is not None:
+        return found
+    there = ", ".join(str(one.step) for one in known) or "none yet"
+    what = "no checkpoint whose policy was rewarded" if to == "best" else f"no checkpoint of step {to}"
+    raise CheckpointError(f"run {run.name!r} has {what}; complete ones: {there} (keep_checkpoints)")
+
+
+def policy_version_of(checkpoint: Checkpoint) -> int:
+    """The version of the policy in a checkpoint. Raises CheckpointError when it does not say."""
+    version = checkpoint.state.get("policy_version")
+    if not isinstance(version, int):
+        raise CheckpointError(
+            f"{checkpoint.path} does not say its policy version: train_step did not write it"
+        )
+    return version
 
 
 async def _undo(backend: Any, task: asyncio.Task[Any], before: Any) -> bool:

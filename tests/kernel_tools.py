@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -33,9 +33,13 @@ _FRONT_END = ("ARTNB_", "COLAB_", "KAGGLE_", "JPY_", "VSCODE_")
 def old_kernel(version: str) -> Path:
     """The Python of an environment with this ipykernel and what artnb's core needs; made on first use."""
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*OLD_KERNELS[version], *project["dependencies"]]
+    return environment(f"ipykernel-{version}", [*OLD_KERNELS[version], *project["dependencies"]])
+
+
+def environment(name: str, wanted: Sequence[str]) -> Path:
+    """The Python of a virtual environment with these packages; made on first use and kept."""
     digest = hashlib.sha256(f"{sys.version} {wanted}".encode()).hexdigest()[:12]
-    folder = cache_root() / "test-kernels" / f"ipykernel-{version}-{digest}"
+    folder = cache_root() / "test-kernels" / f"{name}-{digest}"
     python = folder / "bin" / "python"
     if not (folder / "complete").exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
@@ -58,7 +62,7 @@ class Cell:
 
     def prints(self, text: str) -> None:
         """Wait until it has printed this."""
-        self.kernel.wait(lambda: text in self.text, f"{text!r} to be printed; so far: {self.text!r}")
+        self.kernel.wait(lambda: text in self.text, lambda: f"{text!r} to be printed; so far: {self.text!r}")
 
     def reply(self) -> dict[str, Any]:
         """Wait for its end: ``status``, and of an error ``ename`` and ``evalue``."""
@@ -122,10 +126,10 @@ class Kernel:
         found = (m for m in self.messages if m["parent_header"].get("msg_id") == identity)
         return [message for message in found if message["msg_type"] == kind]
 
-    def wait(self, is_reached: Callable[[], bool], what: str) -> None:
+    def wait(self, is_reached: Callable[[], bool], what: str | Callable[[], str]) -> None:
         until = time.monotonic() + PATIENCE
         while not is_reached():
-            assert time.monotonic() < until, f"waited in vain for {what}"
+            assert time.monotonic() < until, f"waited in vain for {what() if callable(what) else what}"
             with suppress(queue.Empty):
                 self.messages.append(self.client.get_iopub_msg(timeout=0.02))
             with suppress(queue.Empty):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import nbformat
 PATIENCE = 120.0
 """Seconds: JupyterLab needs up to 30 of them to start on a busy machine."""
 _TOKEN = "artnb-test"
+_APPS = {"lab": "LabApp", "notebook": "JupyterNotebookApp"}
 _FRONT_END = ("ARTNB_", "COLAB_", "KAGGLE_", "JPY_", "VSCODE_")
 _FAILED = '.jp-OutputArea-output[data-mime-type="application/vnd.jupyter.error"]'
 _IS_READY = """() => {
@@ -30,8 +32,11 @@ _IS_READY = """() => {
 
 
 @contextlib.contextmanager
-def running_lab(folder: Path, **environment: str) -> Iterator[str]:
-    """Start JupyterLab in ``folder``; yields its address. Its settings and its log are in the folder too."""
+def running_lab(folder: Path, *, app: str = "lab", **environment: str) -> Iterator[str]:
+    """Start JupyterLab in ``folder``; yields its address. Its settings and its log are in the folder too.
+
+    app: ``notebook`` starts Notebook 7 instead.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -46,9 +51,9 @@ def running_lab(folder: Path, **environment: str) -> Iterator[str]:
     )
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(_FRONT_END)}
     command = [
-        *(sys.executable, "-m", "jupyter", "lab", "--no-browser", "--allow-root", f"--port={port}"),
+        *(sys.executable, "-m", "jupyter", app, "--no-browser", "--allow-root", f"--port={port}"),
         *("--ServerApp.ip=127.0.0.1", f"--IdentityProvider.token={_TOKEN}", f"--ServerApp.root_dir={folder}"),
-        *("--LabApp.expose_app_in_browser=True", "--LabApp.news_url=None"),
+        *(f"--{_APPS[app]}.expose_app_in_browser=True", "--LabApp.news_url=None"),
         "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
     ]
     with open(folder / "lab.log", "w") as log:
@@ -59,7 +64,11 @@ def running_lab(folder: Path, **environment: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(30)
+        try:
+            server.wait(15)
+        except subprocess.TimeoutExpired:  # now and then it hangs after it has shut down its kernels
+            server.kill()
+            server.wait()
 
 
 def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
@@ -90,14 +99,27 @@ class Lab:
         page.set_default_timeout(1000 * PATIENCE)
         page.on("pageerror", lambda error: self.errors.append(str(error)))
 
-    def open(self, address: str, name: str) -> None:
-        self.page.goto(f"{address}/lab/tree/{name}?token={_TOKEN}&reset")
+    def open(self, address: str, name: str, *, app: str = "lab") -> None:
+        place = f"lab/tree/{name}?reset&" if app == "lab" else f"notebooks/{name}?"
+        self.page.goto(f"{address}/{place}token={_TOKEN}")
         self.page.wait_for_selector(".jp-Notebook .jp-CodeCell")
         self.page.wait_for_function(_IS_READY)
 
     def command(self, name: str, arguments: str = "{}") -> None:
         """Execute a command of JupyterLab and do not wait for its end."""
         self.page.evaluate(f"() => {{ window.jupyterapp.commands.execute({name!r}, {arguments}); }}")
+
+    def save(self) -> None:
+        """Save the notebook and wait until that is done."""
+        self.command("docmanager:save")
+        self.wait("!window.jupyterapp.shell.currentWidget.context.model.dirty")
+
+    def restart(self) -> None:
+        """Restart the kernel and wait for the new one."""
+        self.page.evaluate(
+            "window.jupyterapp.shell.currentWidget.context.sessionContext.session.kernel.restart()"
+        )
+        self.page.wait_for_function(_IS_READY)
 
     def run_cell(self) -> None:
         """Start the selected cell and select the next one."""
@@ -108,3 +130,16 @@ class Lab:
         self.page.wait_for_function(f"() => ({condition}) || document.querySelector({_FAILED!r})")
         failed = self.page.locator(_FAILED)
         assert not failed.count(), failed.first.inner_text()
+
+
+@contextlib.contextmanager
+def running_chromium() -> Iterator[Any]:
+    """A headless Chromium that loads nothing by itself."""
+    from playwright.sync_api import sync_playwright
+
+    path = os.environ.get("CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
+    arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield chromium
+        chromium.close()

@@ -39,16 +39,18 @@ async def step(backend: LocalBackend, use: dict[str, int]) -> dict[str, int]:
     await backend.forward_backward(rows, config, loss_denominator=len(rows) * own)
     held = measure(backend)
     await backend.optim_step(config)
-    await backend.publish_weights(1)
+    await backend.publish_weights(backend.policy_version + 1)
     del undo
     return held
 
 
 async def main(folder: str, use: dict[str, Any]) -> None:
     torch.set_num_threads(1)
-    made = {name: use.pop(name) for name in ("dtype", "engine", "trainer", "engine_kwargs") if name in use}
+    options = ("dtype", "engine", "trainer", "engine_kwargs", "trainer_kwargs")
+    made = {name: use.pop(name) for name in options if name in use}
     backend = LocalBackend(folder, LoraConfig(rank=use.pop("rank")), **made)
-    held = await step(backend, use)
+    for _ in range(use.pop("steps")):  # from the second one on, undoing takes the optimizer's moments too
+        held = await step(backend, use)
     compared = plan_model(backend, **use)
     print(json.dumps({**compared.to_dict(), "during": held, "text": repr(compared)}))
     await backend.close()

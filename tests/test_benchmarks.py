@@ -29,6 +29,7 @@ ROWS = {
         *("client_over_raw", "raw_over_generate", "prompt", "computed_prompt", "share_of_limit"),
     },
     "gather": {"turns", "sampled_tokens", "gather_seconds", "raw_seconds", "gather_over_raw"},
+    "judge": {"judge", "pairs_right", "consistent", "useless", "verdicts", "tokens"},
     "train_step": {
         *("share_prefixes", "seconds", "row_tokens_per_second", "packed_tokens", "peak_memory_gib"),
         "share_of_limit",
@@ -37,6 +38,7 @@ ROWS = {
 TOTALS = {
     "engine": {"matmul_tflops", "dtype"},
     "gather": {"gather_over_raw", "turns_per_second"},
+    "judge": {"groups", "samples"},
     "train_step": {"matmul_tflops", "prefix_sharing_gain"},
 }
 
@@ -70,6 +72,16 @@ def test_the_client_benchmark_prints_one_line(repository: Path, monkeypatch: Any
     )
     assert output.count("\n") == 1
     assert len(figures["rows"]) == 4
+
+
+def test_the_browser_benchmark_prints_one_line(repository: Path, monkeypatch: Any, capsys: Any) -> None:
+    arguments = ["--trajectories", "300", "--repeats", "1", "--json"]
+    output, figures = run(repository, "browser", arguments, monkeypatch, capsys)
+    assert output.count("\n") == 1
+    assert {"open", "filter", "sort", "page of 100", "open a trajectory"} <= {
+        r["name"] for r in figures["rows"]
+    }
+    assert 0 < figures["bytes_a_row"] < 200 and 0 < figures["index_share_of_writing"] < 1
 
 
 @pytest.mark.slow

@@ -150,3 +150,70 @@ def test_pruning_keeps_the_newest_and_the_chosen(run):
     assert names(run) == ["step_000001", "step_000004", "step_000005"]
     with pytest.raises(ConfigurationError, match="keep_last must be >= 1"):
         run.prune_checkpoints(0)
+
+
+def texts(run, folder="checkpoints"):
+    """What each checkpoint holds, by name."""
+    found = (run.path / folder).glob("step_*/adapter/weights.safetensors")
+    return {path.parent.parent.name: path.read_text() for path in found}
+
+
+def test_a_rolled_back_run_is_resumed_where_it_was_rolled_back_to(tmp_path):
+    with Run.open("demo", tmp_path) as run:
+        for step in (1, 2, 3, 4):
+            run.save_checkpoint(step, write(f"first {step}"), {"cursor": {"next": step}})
+            run.append_metrics({"kind": "train", "step": step - 1})
+        run.roll_back(2)
+        assert run.step == run.latest_checkpoint().step == 2
+    with Run.open("demo", tmp_path) as run:
+        assert run.step == run.trained_steps == 2 and run.cursor == {"next": 2}
+        assert texts(run) == {"step_000001": "first 1", "step_000002": "first 2"}
+        aside = {"step_000003": "first 3", "step_000004": "first 4"}
+        assert texts(run, "checkpoints/rolled_back") == aside
+        assert not any(e["kind"] == "warning" for e in run.events())
+        run.save_checkpoint(3, write("second 3"), {})
+        run.append_metrics({"kind": "train", "step": 2})
+    with Run.open("demo", tmp_path) as run:
+        assert run.step == 3 and texts(run)["step_000003"] == "second 3"
+        assert texts(run, "checkpoints/rolled_back") == aside, "and nothing of it is lost"
+        run.roll_back(0)
+        assert run.latest_checkpoint() is None
+        assert texts(run, "checkpoints/rolled_back")["step_000003"] == "second 3", "the last one undone"
+    with Run.open("demo", tmp_path) as run:
+        assert run.step == run.trained_steps == 0
+
+
+@pytest.mark.parametrize("killed_after", range(3))
+def test_a_rollback_that_is_killed_half_way_leaves_a_run_that_can_go_on(tmp_path, killed_after, monkeypatch):
+    with Run.open("demo", tmp_path) as run:
+        for step in (1, 2, 3):
+            run.save_checkpoint(step, write("w"), {})
+            run.append_metrics({"kind": "train", "step": step - 1})
+        rename, done = os.rename, []
+
+        def until_killed(source, target):
+            if len(done) == killed_after:
+                raise KeyboardInterrupt
+            done.append(rename(source, target))
+
+        monkeypatch.setattr(os, "rename", until_killed)
+        if killed_after < 2:
+            with pytest.raises(KeyboardInterrupt):
+                run.roll_back(1)
+        else:  # after the last rename, before the event
+            monkeypatch.setattr(run, "record_event", lambda *_, **__: until_killed("", ""))
+            with pytest.raises(KeyboardInterrupt):
+                run.roll_back(1)
+        monkeypatch.undo()
+    with Run.open("demo", tmp_path) as run:
+        assert run.step == run.trained_steps == 3 - killed_after
+        assert run.latest_checkpoint().step == run.step
+
+
+def test_pruning_counts_what_was_set_aside_by_itself(run):
+    for step in range(1, 7):
+        run.save_checkpoint(step, write("w"), {})
+    run.roll_back(2)
+    run.prune_checkpoints(2)
+    assert sorted(texts(run)) == ["step_000001", "step_000002"]
+    assert sorted(texts(run, "checkpoints/rolled_back")) == ["step_000005", "step_000006"]

@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from artnb.backends.fake import FakeBackend
-from artnb.chat import ChatApp
 from artnb.client import async_client, sync_client
+from artnb.completions import ChatApp
 from artnb.errors import ArtnbError
 from artnb.recording import recording
 from artnb.rendering import make_renderer

@@ -9,18 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dashboard_tools import Browser, train, whole
 from steps import SCENARIOS, group, open_fake, play, rollout
 
 import artnb as nb
 from artnb.dashboard import alarms as rules
-from artnb.dashboard import widget
 from artnb.dashboard.alarms import alarms
 from artnb.dashboard.protocol import MOST_BYTES, Stream
-from artnb.dashboard.view import View, check_points, rollout_row, step_row
+from artnb.dashboard.rows import check_points, rollout_row, step_row
+from artnb.dashboard.view import View
 from artnb.store import Run
 from artnb.store.journal import Tail
-
-HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
 
 
 def brief(reward: float | None, scenario: str = "a", **more: Any) -> dict[str, Any]:
@@ -39,18 +38,6 @@ def rows(count: int = 6, **series: Any) -> list[dict[str, Any]]:
 
 def kinds(found: list[Any]) -> list[str]:
     return [alarm.kind for alarm in found]
-
-
-async def train(model: nb.Model, steps: int) -> None:
-    for _ in range(steps):
-        await nb.train_step(model, await play(model))
-
-
-def whole(run: Any) -> View:
-    view = View(run)
-    while view.look():
-        pass
-    return view
 
 
 # ---- alarms -------------------------------------------------------------------------------------
@@ -94,6 +81,14 @@ def test_it_warns_of_entropy_gradients_failures_and_silence():
     skipped = [{**row, "skipped": "all rewards are equal"} for row in rows()]
     assert kinds(alarms(skipped)) == ["no signal"]
     assert alarms([]) == []
+
+
+def test_it_warns_of_a_judge_in_trouble():
+    scored = {"trajectories": 10.0, "failed": 0.0, "unscored": 2.0}
+    assert kinds(alarms(rows(**scored))) == []
+    assert kinds(alarms(rows(**scored | {"unscored": 3.0}))) == ["judge trouble"]
+    assert kinds(alarms(rows(judge_requests=10.0, judge_invalid=4.0))) == ["judge trouble"]
+    assert set(rules.KINDS) >= {"judge trouble"}
 
 
 # ---- the view -----------------------------------------------------------------------------------
@@ -201,27 +196,54 @@ def test_a_line_that_is_being_written_waits(tmp_path: Path):
     assert tail.read() == []
 
 
+async def test_steps_that_came_between_two_looks_are_all_read(tmp_path: Path):
+    with open_fake(tmp_path) as model:
+        view = View(model.run)
+        view.look_at_everything()
+        for _ in model.run.steps(7):
+            await train(model, 1)
+        view.look_at_everything()
+        assert list(view.tables["rollouts"]) == [str(step) for step in range(7)]
+        assert all("band_low" in row["values"] for row in view.rows)
+        assert view.head["status"] == "idle"
+        await train(model, 1)
+        view.look_at_everything()
+        assert view.head["status"] == "running"
+
+
+async def test_a_look_costs_what_is_new(tmp_path: Path):
+    with open_fake(tmp_path) as model:
+        view, stream = View(model.run), Stream()
+        await train(model, 5)
+        view.look_at_everything()
+        assert set(view.take_new()["steps"]) == {"0", "1", "2", "3", "4"}
+        stream.everything(view.head, view.tables)
+        await train(model, 1)
+        view.look()
+        (message,) = stream.news(view.head, view.take_new())
+        assert set(message["tables"]["steps"]) == {"5"}
+        assert stream.news(view.head, view.take_new()) == []
+        model.rollback(3)
+        view.look_at_everything()
+        assert view.take_new() is None and [row["step"] for row in view.rows] == [0, 1, 2]
+        best = max(view.rows, key=lambda row: (row["values"]["reward_mean"], row["step"]))
+        assert view.head["best"]["step"] == best["step"] and view.head["checkpoints"][-1] == 3
+        assert view.rows[-1]["values"]["reward_best"] == best["values"]["reward_mean"]
+
+
+async def test_what_a_judge_said_later_counts(tmp_path: Path):
+    with open_fake(tmp_path) as model:
+        groups = await play(model)
+        view = View(model.run)
+        view.look_at_everything()
+        scores = {t.id: {"reward": 0.25, "metrics": {"judge/share": 1.0}} for t in groups.trajectories}
+        model.run.record_event("judged", step=0, scores=scores, unscored=[], spent={})
+        view.look_at_everything()
+        values = view.tables["rollouts"]["0"]["values"]
+        assert values["band_low"] == values["band_high"] == 0.25 and values["metric/judge/share"] == 1.0
+
+
 # ---- the messages -------------------------------------------------------------------------------
-
-
-class Browser:
-    """What the front end does with messages, in Python."""
-
-    def __init__(self) -> None:
-        self.seq: int | None = None
-        self.head: Any = None
-        self.tables: dict[str, dict[str, Any]] = {}
-
-    def take(self, message: dict[str, Any]) -> bool:
-        message = json.loads(json.dumps(message))
-        if message["reset"]:
-            self.tables = {}
-        elif self.seq is None or message["seq"] != self.seq + 1:
-            return False
-        self.seq, self.head = message["seq"], message.get("head", self.head)
-        for name, new in message["tables"].items():
-            self.tables.setdefault(name, {}).update(new)
-        return True
 
 
 def test_only_what_changed_is_sent():
@@ -285,14 +307,13 @@ async def test_stop_ends_the_loop_after_its_step(tmp_path: Path):
         assert [e["reason"] for e in model.run.events() if e["kind"] == "stopped"] == ["asked for"]
 
 
-@pytest.mark.parametrize("way_on", ["resume", "stop"])
-async def test_a_paused_run_gathers_only_when_it_goes_on(tmp_path: Path, way_on: Any):
+async def test_a_paused_run_gathers_only_when_it_goes_on(tmp_path: Path):
     with open_fake(tmp_path) as model:
         model.run.ask("pause")
         waiting = asyncio.create_task(play(model))
         await asyncio.sleep(0.3)
         assert not waiting.done() and not model.backend.requests
-        model.run.ask(way_on)
+        model.run.ask("resume")
         assert len(await asyncio.wait_for(waiting, 10)) == 3
 
 
@@ -312,133 +333,10 @@ async def test_a_learning_rate_holds_from_the_next_step_until_it_is_given_back(t
         model.run.ask("pause")
     assert rates == [1e-5, 3e-4, 1e-5]
     with open_fake(tmp_path) as model:  # a resumed run keeps the rate and does not wait
-        assert model.run.controls.learning_rate == 2e-4 and not model.run.controls.paused
+        assert model.run.controls.settings == {"learning_rate": 2e-4} and not model.run.controls.paused
 
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, "1", True])
 async def test_a_learning_rate_that_is_none_is_refused(tmp_path: Path, value: Any):
     with open_fake(tmp_path) as model, pytest.raises(nb.ConfigurationError, match="learning rate"):
         model.run.ask("learning_rate", value)
-
-
-# ---- the widget ---------------------------------------------------------------------------------
-
-
-class Wire:
-    """The end of the wire that is in the kernel."""
-
-    def __init__(self) -> None:
-        self.sent: list[dict[str, Any]] = []
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.sent.append(message)
-
-
-def shown(run: Any) -> tuple[nb.Dashboard, Wire]:
-    dashboard, wire = nb.Dashboard(run), Wire()
-    dashboard.widget = wire
-    return dashboard, wire
-
-
-async def test_a_view_that_comes_gets_everything_and_the_others_agree(tmp_path: Path):
-    with open_fake(tmp_path) as model:
-        await train(model, 2)
-        dashboard, wire = shown(model.run)
-        dashboard.view.look()
-        dashboard._send_news()
-        assert wire.sent == []  # nobody looks
-        browsers = []
-        for name in ("one", "two"):
-            browsers.append(Browser())
-            dashboard._hear(None, {"type": "ready", "view": name})
-            await train(model, 1)
-            dashboard.view.look()
-            dashboard._send_news()
-            assert all(browser.take(message) for message in wire.sent for browser in browsers)
-            wire.sent.clear()
-        assert browsers[0].tables == browsers[1].tables and len(browsers[0].tables["steps"]) == 4
-
-
-async def test_a_click_only_writes_into_the_journal(tmp_path: Path):
-    with open_fake(tmp_path) as model:
-        dashboard, _ = shown(model.run)
-        for control in (
-            {"control": "pause"},
-            {"control": "learning_rate", "value": 1e-4},
-            {"control": "stop"},
-        ):
-            dashboard._hear(None, {"type": "control", **control})
-        dashboard._hear(None, {"type": "note", "text": HOSTILE})
-        dashboard._hear(None, {"type": "control", "control": "learning_rate", "value": -1})
-        dashboard._hear(None, {"type": "control", "control": "rm"})
-        dashboard._hear(None, "nonsense")
-        kept = [(e["kind"], e.get("control")) for e in model.run.events() if e["kind"] in ("control", "note")]
-        assert kept == [
-            ("control", "pause"),
-            ("control", "learning_rate"),
-            ("control", "stop"),
-            ("note", None),
-        ]
-        assert "learning rate must be" in dashboard._answers[-2] and "'rm'" in dashboard._answers[-1]
-        view = whole(model.run)
-        assert view.head["controls"] == {"stop": True, "paused": False, "learning_rate": 1e-4}
-
-
-async def test_a_run_of_another_process_hears_only_stop(tmp_path: Path):
-    with open_fake(tmp_path) as model:
-        dashboard, _ = shown(Run.read("demo", tmp_path))
-        dashboard._hear(None, {"type": "control", "control": "pause"})
-        assert "only stop" in dashboard._answers[-1] and not model.run.controls.paused
-        dashboard._hear(None, {"type": "control", "control": "stop"})
-        assert list(model.run.steps(5)) == []
-
-
-async def test_the_static_view_takes_over_when_nobody_answers(tmp_path: Path, monkeypatch: Any):
-    monkeypatch.setattr(widget, "PATIENCE_SECONDS", -1.0)
-    with open_fake(tmp_path) as model:
-        dashboard, _ = shown(model.run)
-        dashboard._shown = 1.0
-        dashboard._fall_back()
-        assert "did not show the live dashboard" in dashboard._note
-        dashboard._hear(None, {"type": "ready", "view": "late"})
-        dashboard._fall_back()
-        assert dashboard._note == ""
-
-
-async def test_static_and_text_views_escape_and_tell(tmp_path: Path):
-    with open_fake(tmp_path) as model:
-        await train(model, 2)
-        model.run.note(HOSTILE)
-        dashboard = nb.Dashboard(model.run, baselines={HOSTILE: 0.5})
-        page = dashboard._repr_html_()
-        assert "<script" not in page and "<img" not in page and "&lt;img" in page
-        assert "demo: running, 2 steps, mean reward" in repr(dashboard)
-
-
-def test_a_dashboard_of_something_else_is_refused():
-    with pytest.raises(nb.ConfigurationError, match=r"Dashboard\(model.run\)"):
-        nb.Dashboard("demo")
-
-
-def test_the_page_sets_text_only_and_loads_nothing():
-    folder = Path(widget.__file__).parent.parent / "ui" / "static"
-    for name in ("chart.js", "strip.js", "dashboard.js", "dashboard.css"):
-        text = (folder / name).read_text(encoding="utf-8")
-        for forbidden in (
-            "innerHTML",
-            "outerHTML",
-            "insertAdjacent",
-            "document.write",
-            "eval(",
-            "import(",
-            "fetch(",
-        ):
-            assert forbidden not in text, (name, forbidden)
-        assert "http" not in text.replace("http://www.w3.org/2000/svg", "") and "@import" not in text
-    assert "Permission is hereby granted" in (folder / "uPlot.LICENSE.txt").read_text()
-
-
-def test_the_widget_holds_all_its_code():
-    made = widget._widget_class()
-    assert "uPlot=function" in made._esm and "export default" in made._esm and ".artnb-strip" in made._css
-    assert len(made._esm) < 120_000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 import random
 import threading
@@ -105,6 +106,19 @@ def test_alternatives_are_the_most_likely_tokens_in_order(make, plain):
     assert [p for top in result.top_logprobs for _, p in top] == pytest.approx(
         best.values.flatten().tolist(), abs=EXACT
     )
+
+
+def test_a_listener_hears_each_token_as_it_is_sampled(make):
+    heard: list[int] = []
+    asked = request((5, 6, 7), max_tokens=9, seed=3)
+    engine = make()
+    future = engine.submit(dataclasses.replace(asked, on_token=heard.append))
+    engine.stepper.step(5)
+    assert 1 <= len(heard) < 9 and not future.done()
+    engine.stepper.run()
+    assert heard == list(future.result(timeout=0).completion_ids)
+    (unheard,) = engine.answers(asked)
+    assert list(unheard.completion_ids) == heard
 
 
 def test_score_is_the_logprob_of_each_token_after_the_first(make, plain):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import os
 import random
@@ -188,6 +189,18 @@ def test_alternatives_are_the_most_likely_tokens_in_order(engine, plain):
         best.values.flatten().tolist(), abs=EXACT
     )
     assert without.top_logprobs == ()
+
+
+def test_a_listener_hears_each_token_as_it_is_sampled(engine):
+    heard: list[int] = []
+    asked = request((5, 6, 7), max_tokens=9, seed=3)
+    future = engine.submit(dataclasses.replace(asked, on_token=heard.append))
+    engine.stepper.step(5)
+    assert 1 <= len(heard) < 9 and not future.done()
+    engine.stepper.run()
+    assert heard == list(future.result(timeout=0).completion_ids)
+    (unheard,) = engine.answers(asked)
+    assert list(unheard.completion_ids) == heard
 
 
 def test_score_is_the_logprob_of_each_token_after_the_first(engine, plain):

@@ -13,7 +13,7 @@ from artnb.errors import ConfigurationError
 from artnb.types import Scenario
 from artnb_environments import read_tagged, split_seeds
 
-NAMES = ["game_2048", "tool_lookup"]
+NAMES = ["email_search", "game_2048", "tool_lookup"]
 
 
 def test_the_bundled_environments_are_found_from_their_folders() -> None:

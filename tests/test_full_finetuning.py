@@ -233,8 +233,9 @@ def test_a_model_learns_is_sampled_from_and_goes_on_after_a_restart(tiny_model, 
 
     with opened() as model:
         assert "all weights" in repr(model)
-        with pytest.raises(ConfigurationError, match="plans are for adapters"):
-            model.plan()
+        planned = model.plan(context=64)
+        assert planned.held["trained weights"] == planned.plan.setting.bytes_of("trained weights")
+        assert "adapter" not in repr(planned)
         groups = asyncio.run(play(model))
         first = asyncio.run(steps(model, copied(groups)))
         assert first[2] < 1e-4

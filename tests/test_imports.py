@@ -18,28 +18,49 @@ ENVIRONMENTS = ROOT / "environments" / "artnb_environments"
 PUBLIC = {
     # nouns
     *("Scenario", "Turn", "Trajectory", "TrajectoryGroup", "Groups", "History", "Failure"),
-    *("Model", "FakeBackend", "Run", "Environment", "Evaluation", "Reward", "RewardTable", "StepResult"),
-    "Dashboard",
+    *(
+        "Model",
+        "FakeBackend",
+        "Run",
+        "Environment",
+        "Evaluation",
+        "Reward",
+        "RewardTable",
+        "Rubric",
+        "JudgeReport",
+        "StepResult",
+        "ToolServer",
+    ),
+    *("Dashboard", "Dialogue"),
     *("SamplingConfig", "LoraConfig", "TrainConfig"),
+    *("Tracker", "WeaveTracker", "upload"),
     # verbs
     *(
         "gather",
+        "judge",
+        "judge_report",
+        "criteria",
+        "scenarios",
+        "browse",
+        "chat",
         "train_step",
         "sft_step",
         "distill_step",
         "evaluate",
         "evaluate_baseline",
+        "policy_of",
         "compare",
         "last",
         "run",
         "report",
     ),
-    *("parameters", "schedule", "plan", "doctor"),
+    *("parameters", "schedule", "plan", "doctor", "run_root", "esc", "clean_notebook", "sweep"),
     *("load_environment", "available_environments"),
     # errors
     *("ArtnbError", "MissingDependency", "ConfigurationError", "RequestError", "PromptTooLong"),
-    *("NonFiniteLogits", "RunInUse", "RunMismatch", "CheckpointError", "StalePolicy", "NothingToTrain"),
-    *("PublicationError", "OutOfMemory", "Stopped", "TooManyFailures", "Interrupted"),
+    *("NonFiniteLogits", "RunFailed", "RunInUse", "RunMismatch", "CheckpointError", "StalePolicy"),
+    "NothingToTrain",
+    *("PublicationError", "ToolServerError", "OutOfMemory", "Stopped", "TooManyFailures", "Interrupted"),
 }
 
 HEAVY = (
@@ -49,28 +70,49 @@ HEAVY = (
 
 # A module may import those of its own layer and of the layers before it.
 LAYERS = (
-    ("types", "errors", "config", "sizes"),
+    ("types", "errors", "config", "sizes", "places", "secrets"),
     ("ui", "prompt_memory", "recording"),
-    ("store", "report", "parameters", "environments"),
+    ("store", "report", "parameters", "environments", "clean"),
     ("schedule", "draw", "advantage", "batch", "packing"),
     ("logprobs", "loss"),
     ("architecture", "memory"),
     ("backends", "bundled", "tool_calls", "chat_template", "rendering"),
     ("plan", "measure"),
-    ("devices", "compatibility", "doctor", "install"),
-    ("chat_request", "chat", "client", "serve"),
-    ("interrupts", "comm_pump", "session"),
-    ("attempts", "gather_log", "rewards", "gather", "evaluate"),
-    ("dashboard",),
+    ("devices", "compatibility", "servers", "doctor", "install"),
+    ("chat_request", "completions", "client", "serve"),
+    ("interrupts", "comm_pump", "session", "undo"),
+    (
+        "attempts",
+        "gather_log",
+        "rewards",
+        "gather",
+        "evaluate",
+        "judging",
+        "criteria",
+        "rubric",
+        "judge",
+        "judge_report",
+        "scenarios",
+        "mcp",
+    ),
+    ("dashboard", "browser"),
+    ("outcome", "report_view", "report_html"),
+    ("trackers",),
     ("model",),
-    ("step_metrics", "undo"),
+    ("step_metrics", "step_tokens"),
     ("train",),
     ("sft", "distill"),
-    ("demo", "cli"),
+    ("talk",),
+    ("demo", "sweep", "cli"),
 )
 
-DRAWN_LATER = {("artnb.types", "ui")}
-"""A repr imports its drawing when somebody looks."""
+DRAWN_LATER = {
+    ("artnb.types", "ui"),
+    ("artnb.store.folder", "report_html"),
+    ("artnb.store.folder", "outcome"),
+    ("artnb.store.folder", "dashboard"),
+}
+"""A repr imports its drawing when somebody looks, a run its report, verdict and figures when asked."""
 
 PROBE = """
 import json, os, sys, warnings, logging
@@ -150,7 +192,7 @@ def test_it_imports_one_way():
 
 def test_it_keeps_torch_and_backends_out_of_screens_and_files():
     for name, tree in modules(PACKAGE):
-        if room(name) in ("ui", "store", "types", "errors", "config", "advantage", "gather"):
+        if room(name) in ("ui", "store", "trackers", "types", "errors", "config", "advantage", "gather"):
             for target in imports(tree):
                 assert target.split(".")[0] not in ("torch", "transformers", "peft"), f"{name}: {target}"
                 assert not target.startswith("artnb.backends"), f"{name}: {target}"
@@ -169,8 +211,7 @@ def test_it_imports_this_package_in_one_file_only(package):
 
 
 def test_it_asks_in_one_file_only_whether_this_is_a_notebook():
-    # the dashboard shows a widget; it does not ask
-    assert files_that_import("IPython") == ["artnb.dashboard.widget", "artnb.ui.display"]
+    assert files_that_import("IPython") == ["artnb.ui.display"]
 
 
 def test_environments_import_only_the_package_root():

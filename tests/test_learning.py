@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import artnb as nb
+from artnb.judging.loopback import Asked, LoopbackJudge, Says, answer
 
 pytestmark = pytest.mark.slow
 
@@ -25,6 +27,34 @@ async def test_it_learns_to_use_a_tool_on_items_it_never_saw(tmp_path: Path) -> 
             await nb.train_step(model, groups, learning_rate=1e-3)
         after = await nb.evaluate(environment.rollout, heldout, model=model)
     assert before.mean_reward is not None and before.mean_reward <= 0.3
+    assert after.mean_reward is not None and after.mean_reward >= 0.9
+
+
+def _said(messages: list[dict[str, Any]]) -> str:
+    """What makes an episode the same one to the judge and to the shop: everything that was said."""
+    return json.dumps([message.get("content", "") for message in messages])
+
+
+async def test_an_oracle_judge_teaches_as_much_as_the_true_reward(tmp_path: Path) -> None:
+    environment, true = nb.load_environment("tool_lookup"), {}
+    heldout = environment.scenarios("test", n=64)
+
+    async def unrewarded(model: Any, scenario: nb.Scenario) -> nb.Trajectory:
+        trajectory = await environment.rollout(model, scenario)
+        true[_said(trajectory.messages())], trajectory.reward = trajectory.reward, None
+        return trajectory
+
+    def oracle(asked: Asked) -> Says:
+        return Says(answer({n: true[_said(asked.context + e)] for n, e in asked.attempts.items()}))
+
+    with LoopbackJudge(oracle) as server, nb.Model(run="judged", root=tmp_path) as model:
+        for step in model.run.steps(14):
+            scenarios = environment.scenarios("train", n=8, seed=step)
+            groups = await nb.gather(unrewarded, scenarios, model=model)
+            judged = await nb.judge(groups, model=model, judge="oracle", **server.access)
+            assert not judged.judging.unscored
+            await nb.train_step(model, judged, learning_rate=1e-3)
+        after = await nb.evaluate(environment.rollout, heldout, model=model)
     assert after.mean_reward is not None and after.mean_reward >= 0.9
 
 

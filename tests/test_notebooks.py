@@ -9,13 +9,16 @@ import sys
 from pathlib import Path
 
 import nbformat
+import papermill
 import pytest
 
+import artnb as nb
 from artnb.demo import DemoFailed, find_notebook, main, run_demo
 from artnb.errors import ConfigurationError
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 SHARED = ("base", "run_name", "out_dir", "steps", "scenarios_per_step", "group_size", "seed")
+TRAINING = [path for path in NOTEBOOKS if '"id": "train"' in path.read_text(encoding="utf-8")]
 TINY = {"steps": 2, "scenarios_per_step": 2, "group_size": 2, "evaluation_scenarios": 4}
 
 
@@ -43,6 +46,16 @@ def test_a_notebook_is_valid_and_holds_no_output(path):
         assert cell.cell_type == "markdown" or cell.source.count("\n") < 20
 
 
+def test_the_training_notebooks_and_the_sweep_are_there():
+    assert {"quickstart", "2048"} <= {path.stem for path in TRAINING}
+    assert "sweep" in {path.stem for path in NOTEBOOKS}
+
+
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+def test_a_training_notebook_ends_with_its_verdict(path):
+    assert read(path).cells[-1].source == "model.run.assert_ok(p.steps)"
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_has_the_shared_parameters_and_tells_what_each_cell_does(path):
     cells = read(path).cells
@@ -62,7 +75,7 @@ def test_all_notebooks_begin_with_the_same_installation():
     assert source.index("install()") < source.index("import torch")  # else replacing it asks for a restart
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
 def test_a_notebook_runs_through_papermill_on_the_bundled_model(path, tmp_path, capsys):
     result = run_demo(str(path), TINY, tmp_path)
     printed = capsys.readouterr().out
@@ -84,6 +97,25 @@ def test_a_notebook_runs_through_papermill_on_the_bundled_model(path, tmp_path, 
     assert any("<svg" in str(output.get("data", {}).get("text/html", "")) for output in training.outputs)
     assert (folder / path.name).stat().st_size < 2_000_000
     assert "<svg" in (folder / path.name).with_suffix(".html").read_text()
+    assert record["status"] == "complete"
+    report = next(folder.glob("*/report.html")).read_text(encoding="utf-8")
+    assert "evaluation after" in report and "SmolLM2-135M-Instruct" in report
+
+
+def test_the_sweep_notebook_compares_runs_of_the_bundled_model(tmp_path):
+    folder = tmp_path / "swept"
+    folder.mkdir()
+    given = TINY | {"run_name": "swept", "out_dir": str(folder), "grid": {"learning_rate": [1e-4, 1e-3]}}
+    executed = folder / "sweep.ipynb"
+    source = find_notebook("sweep")
+    papermill.execute_notebook(str(source), str(executed), given, progress_bar=False, kernel_name="python3")
+    cells = {cell.get("id"): cell for cell in read(executed).cells}
+    (shown,) = (output["data"] for output in cells["compare"].outputs if "data" in output)
+    assert "2 complete" in shown["text/html"] and "<svg" in shown["text/html"]
+    assert re.search(r"loaded anew for every point: [\d.]+ s each", shown["text/html"])
+    points = [nb.Run.read(f"learning_rate={rate}", folder / "swept") for rate in (0.0001, 0.001)]
+    assert [point.trained_steps for point in points] == [2, 2]
+    assert "widgets" not in read(executed).metadata
 
 
 def test_the_demo_shows_a_failing_cell_and_keeps_the_partial_notebook(tmp_path):

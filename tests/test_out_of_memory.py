@@ -24,6 +24,7 @@ import artnb as nb
 from artnb.backends import out_of_memory
 from artnb.backends import trainer as trainer_module
 from artnb.backends.out_of_memory import SHORTEST_ROW, ShortenedRowWarning, is_out_of_memory, shorten
+from artnb.backends.scoring import score_rows
 from artnb.backends.trainer_peft import PeftTrainer
 from artnb.config import TrainConfig
 from artnb.errors import OutOfMemory
@@ -383,6 +384,63 @@ async def test_a_hopeless_step_is_undone_and_the_model_goes_on(model):
     assert {t.turns[0].policy_version for t in again.trajectories} == {1}
     result = await nb.train_step(model, again)
     assert result.policy_version == 2 and result.metrics["out_of_memory_retries"] == 0
+
+
+# ---- reading rows for their logprobs -------------------------------------------------------------
+
+
+def narrow_reading(trainer: PeftTrainer, most: int) -> list[int]:
+    """Let memory run out above ``most`` tokens also where nothing is learned."""
+    hidden, seen = trainer.hidden, []
+
+    def limited(batch: PackedBatch) -> torch.Tensor:
+        seen.append(batch.tokens)
+        if batch.tokens > most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return hidden(batch)
+
+    trainer.hidden = limited  # type: ignore[method-assign]
+    return seen
+
+
+@pytest.mark.parametrize("base", [False, True])
+@pytest.mark.parametrize("most", [100, LONGEST_ALONE])
+def test_rows_that_do_not_fit_together_are_read_in_smaller_pieces(tiny_model, base, most):
+    rows, config = conversations(), TrainConfig()
+    expected = score_rows(make_trainer(tiny_model), rows, config, base=base)
+    trainer = make_trainer(tiny_model)
+    tried = narrow_reading(trainer, most)
+    found = score_rows(trainer, rows, config, base=base)
+    assert max(tried) > most, "it was tried in larger ones"
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=1e-5)
+    del tried[:]
+    assert score_rows(trainer, rows, config, base=base) == found and max(tried) <= most, "it is remembered"
+
+
+def test_a_row_that_cannot_be_read_by_itself_is_named_and_never_shortened(tiny_model):
+    trainer, long = make_trainer(tiny_model), row_of(40, 600, "long")
+    tried, before = narrow_reading(trainer, 500), trainer.pieces
+    with pytest.raises(OutOfMemory) as caught:
+        score_rows(trainer, [row_of(30, 100, "short"), long], TrainConfig())
+    message = str(caught.value)
+    assert "trajectory 'long' of group 0" in message and "640 tokens, 600 of them sampled" in message
+    assert "read for its logprobs by itself" in message and "load_in_4bit" in message
+    assert "trained on" not in message and "gradient_checkpointing" not in message
+    assert trainer.pieces == before and trainer.peft_model.active_adapters
+    assert 639 in tried and not any(500 < size < 639 for size in tried), "no end was left out"
+
+
+async def test_a_distillation_whose_teacher_cannot_read_a_row_takes_no_step(model):
+    groups, before = await play(model), state_of(model)
+    narrow_reading(model.backend.trainer, 5)
+    with pytest.raises(OutOfMemory, match=r"trajectory '.*' of group \d does not fit .* read for its"):
+        await nb.distill_step(model, groups, "base")
+    del model.backend.trainer.hidden  # there is memory again
+    after = state_of(model)
+    assert before["version"] == after["version"] and before["run"] == after["run"]
+    result = await nb.distill_step(model, groups, "base")
+    assert result.policy_version == 1 and result.metrics["out_of_memory_retries"] == 0
 
 
 def test_under_a_real_limit_of_memory(tmp_path, tiny_tokenizer):

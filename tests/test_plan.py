@@ -161,6 +161,33 @@ def test_the_cache_holds_as_many_trajectories_as_it_says():
     assert small.concurrency == 40
 
 
+def test_all_weights_take_many_times_their_size():
+    """Base, trained, published and the engine's copy in bfloat16; in float32 what learns, its gradient, two
+    moments, and weights and moments before the step."""
+    plain = plan(QWEN_HALF_B, "A100-80", full_finetuning=True).setting
+    small = plan(QWEN_HALF_B, "A100-80", full_finetuning=True, optimizer="adamw_8bit").setting
+    names = ("base weights", "merged weights", "engine weights", "trained weights", "optimizer", "gradients")
+    biases = 24 * (896 + 2 * 128)
+    assert plain.trained == plain.architecture.parameters - biases
+    for setting, each in ((plain, 4 * 2 + 4 + 4 + 8 + 12), (small, 4 * 2 + 4 + 4 + 2 + 6)):
+        held = sum(map(setting.bytes_of, (*names, "undo")))
+        assert held == pytest.approx(each * setting.trained, rel=0.01)
+    assert plain.trainer == "peft" and plain.bytes_of("adapter") == 0
+    assert plan(MIXTRAL, "H200", full_finetuning=True).setting.trained < 2e9, "stacked experts do not learn"
+
+
+def test_it_says_how_all_weights_could_learn_in_less():
+    found = plan(QWEN_3B, "A100-80", full_finetuning=True, context=2048)
+    assert not found.fits
+    assert any(line.startswith('optimizer="adamw_8bit" saves') for line in found.advice)
+    (adapter,) = [
+        line for line in found.advice if line.startswith("full_finetuning=False (an adapter) saves")
+    ]
+    assert adapter.endswith(": then it fits")
+    assert not any("load_in_4bit" in line or 'trainer="unsloth"' in line for line in found.advice)
+    assert plan(QWEN_HALF_B, "A100-80", full_finetuning=True).fits
+
+
 def gpu(size: int, trainer: str = "unsloth", **use: Any) -> Setting:
     """Qwen2.5-3B on a GPU of that many bytes, without the parts that this test does not argue about."""
     about = {"base": "3B", "device": "gpu", "capacity": size, "dtype": "bfloat16", "engine": "vllm"}
@@ -281,6 +308,9 @@ def test_it_reads_as_text_as_html_and_as_data():
         ({"dtype": "int8"}, "dtype must be"),
         ({"lora": LoraConfig(targets=("c_attn",))}, "c_attn is no linear layer; known: q_proj"),
         ({"lora": LoraConfig(targets=r".*\.q_proj")}, "is no linear layer"),
+        ({"optimizer": "sgd"}, "optimizer must be one of adamw, adamw_8bit"),
+        ({"full_finetuning": True, "lora": LoraConfig(rank=4)}, "full_finetuning trains no adapter"),
+        ({"full_finetuning": True, "trainer": "unsloth"}, 'full_finetuning needs trainer="peft"'),
     ],
 )
 def test_it_refuses_what_cannot_work(given, message):
@@ -351,7 +381,7 @@ def process(folder: Path, **use: Any) -> dict[str, Any]:
     script = Path(__file__).with_name("plan_process.py")
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, script, str(folder), json.dumps({"rank": 8, **use})],
+        [sys.executable, script, str(folder), json.dumps({"rank": 8, "steps": 1, **use})],
         capture_output=True,
         text=True,
         env=environment,
@@ -361,7 +391,7 @@ def process(folder: Path, **use: Any) -> dict[str, Any]:
     planned = {item["name"]: item["bytes"] for item in found["plan"]["items"]}
     copies = {name for name in planned if name.endswith("weights")}
     assert copies == {name for name in found["held"] if name.endswith("weights")}
-    for name in (*copies, "adapter", "optimizer"):
+    for name in (*copies, *({"adapter"} & planned.keys()), "optimizer"):
         assert planned[name] == pytest.approx(found["held"][name], rel=0.02), found["text"]
     for name in ("gradients", "KV cache"):  # the one is dropped by the update, the other's prompts too
         assert planned[name] == pytest.approx(found["during"][name], rel=0.02), found["text"]
@@ -396,6 +426,57 @@ def test_the_plan_is_right_for_a_model_that_vllm_samples_from(tmp_path, tiny_tok
     engine = {"kv_bytes": 64 << 20, "max_running": 16}
     found = process(tmp_path, dtype="float32", engine="vllm", engine_kwargs=engine, **use)
     assert "vllm + peft" in found["text"] and "two copies of the base weights" in found["text"]
+
+
+@pytest.fixture
+def all_weights(tmp_path, tiny_tokenizer):
+    """Folder of 22 M random parameters: in their many copies they outweigh the libraries."""
+    import torch
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=16_384,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=4,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        tie_word_embeddings=True,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tiny_tokenizer.save_pretrained(tmp_path)
+    return tmp_path
+
+
+FULL: dict[str, Any] = {"trainer_kwargs": {"full_finetuning": True}, "steps": 2}
+"""From the second step on, undoing one takes the optimizer's moments too."""
+
+
+def test_the_plan_is_right_where_all_weights_learn(all_weights):
+    use = {"context": 64, "prompt": 32, "group_size": 4, "groups": 2, "microbatch_tokens": 160}
+    found = process(all_weights, dtype="float32", engine_kwargs={"kv_bytes": 32 << 20}, **FULL, **use)
+    planned = {item["name"]: item["bytes"] for item in found["plan"]["items"]}
+    parameters = found["plan"]["parameters"]
+    assert found["plan"]["trained_parameters"] == parameters > 20e6
+    assert planned["trained weights"] == 8 * parameters and planned["undo"] == 12 * parameters
+    assert found["peak"] > 60 * parameters, "it is about the weights"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("microbatch_tokens", [512, 4096])
+def test_the_plan_is_right_where_all_weights_of_the_bundled_model_learn(bundled, microbatch_tokens):
+    use = {"context": 256, "prompt": 128, "group_size": 4, "groups": 2}
+    engine = {"kv_bytes": 256 << 20}
+    process(
+        bundled,
+        dtype="bfloat16",
+        engine_kwargs=engine,
+        **FULL,
+        **use,
+        microbatch_tokens=microbatch_tokens,
+    )
 
 
 def test_the_plan_is_right_for_the_bundled_model(bundled):

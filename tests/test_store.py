@@ -123,6 +123,7 @@ def test_a_run_folder_can_be_read_by_a_person(tmp_path):
         "events.jsonl",
         "result.json",
         "trajectories/step_000001.jsonl",
+        "trajectories/index/steps_000000.v1.jsonl",
     }
     described = json.loads((run.path / "run.json").read_text())
     assert (

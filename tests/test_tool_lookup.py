@@ -12,8 +12,8 @@ import pytest
 from scripted import ScriptedModel
 
 from artnb.backends.fake import FakeBackend
-from artnb.chat import ChatApp
 from artnb.client import async_client
+from artnb.completions import ChatApp
 from artnb.environments import load_environment
 from artnb.errors import ConfigurationError
 from artnb.rendering import make_renderer

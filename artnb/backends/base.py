@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from artnb.config import SamplingConfig, TrainConfig
 from artnb.types import Sample
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,9 @@ class SampleRequest:
     structured: Mapping[str, Any] | None = None
     """A form that the completion must have: one of ``json_schema`` (a schema), ``regex`` (a pattern)
     or ``choice`` (a list of texts). Engines that cannot force it raise RequestError."""
+    on_token: Callable[[int], object] | None = field(default=None, repr=False, compare=False)
+    """Called with each token id as it is sampled, on the engine's thread: quick, and never raising. The
+    result still holds them all."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +67,25 @@ class Publication:
     """False when the published weights equal the previous ones bit for bit."""
 
 
-@dataclass
-class StepStats:
-    """Sums and maxima that a backend measured in forward_backward, by name."""
+class TokenValues(NamedTuple):
+    """What a trainer made of one row's sampled tokens, in order: arrays (S,).
 
-    values: dict[str, float] = field(default_factory=dict)
+    Shorter than the row where its end did not fit into memory.
+    """
+
+    logprobs: np.ndarray
+    """float32, of the policy before the update, at the row's temperature."""
+    entropies: np.ndarray | None = None
+    """float32, in nats."""
+    is_masked: np.ndarray | None = None
+    """bool: left out of the loss by ``TrainConfig.mask``."""
+
+
+class StepStats(dict[str, float]):
+    """What was measured in forward_backward, by name, and perhaps of each token."""
+
+    tokens: Sequence[TokenValues] | None = None
+    """One for each sample."""
 
 
 @runtime_checkable
@@ -95,7 +115,10 @@ class Backend(Protocol):
     async def forward_backward(
         self, samples: Sequence[Sample], config: TrainConfig, *, loss_denominator: float
     ) -> dict[str, float]:
-        """Accumulate the gradient of the objective on these rows; returns its statistics."""
+        """Accumulate the gradient of the objective on these rows; returns its statistics.
+
+        They may be a StepStats with the values of each token, which a step then records; a plain dict
+        will do."""
         ...
 
     async def optim_step(self, config: TrainConfig) -> dict[str, float]:

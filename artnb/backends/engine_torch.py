@@ -292,6 +292,8 @@ class TorchEngine(EngineLoop[_Running]):
             self.counters["sampled_tokens"] += 1
             running.ids.append(ids[row])
             running.logprobs.append(chosen[row])
+            if running.request.on_token is not None:
+                running.request.on_token(ids[row])
             if count := running.request.top_logprobs:
                 best = (logits[row] - log_total[row]).topk(count)
                 running.top.append(tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))

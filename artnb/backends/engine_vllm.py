@@ -47,6 +47,13 @@ class _Running:
     submitted: float
     policy: str
     started: float = 0.0
+    told: int = 0  # tokens that on_token has heard of
+
+    def tell(self, ids: Sequence[int]) -> None:
+        """Report what is new in the tokens sampled so far."""
+        if on_token := self.request.on_token:
+            _ = [on_token(token) for token in ids[self.told :]]
+        self.told = len(ids)
 
 
 class VllmEngine(EngineLoop[_Running]):
@@ -334,6 +341,7 @@ class VllmEngine(EngineLoop[_Running]):
                 ignore_eos=form is None,  # a form that is complete leaves no other token
                 structured_outputs=form,
                 logprobs=request.top_logprobs,
+                is_watched=request.on_token is not None,
             )
         except Exception as error:  # vLLM's own errors have no base of their own
             fail(running.future, RequestError(f"vLLM refuses the request: {error}"), error)
@@ -341,16 +349,17 @@ class VllmEngine(EngineLoop[_Running]):
         self._running[name] = running
         self.counters["prompt_tokens"] += len(request.prompt_ids)
 
-    def _add(self, ids: Sequence[int], **sampling: Any) -> str:
-        """Hand a prompt to vLLM; returns the name of the request."""
+    def _add(self, ids: Sequence[int], *, is_watched: bool = False, **sampling: Any) -> str:
+        """Hand a prompt to vLLM, to tell of it at every step or at its end; returns the request's name."""
         from vllm import SamplingParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
 
         self._number += 1
         name = str(self._number)
-        final = {"output_kind": RequestOutputKind.FINAL_ONLY, "flat_logprobs": True}
-        params = SamplingParams(**{"detokenize": False, **final, **sampling})
+        kind = RequestOutputKind.CUMULATIVE if is_watched else RequestOutputKind.FINAL_ONLY
+        told: dict[str, Any] = {"output_kind": kind, "flat_logprobs": True, "detokenize": False}
+        params = SamplingParams(**told | sampling)
         self.llm.add_request(name, tokens_input(list(ids)), params, lora_request=self._adapter)
         return name
 
@@ -360,9 +369,11 @@ class VllmEngine(EngineLoop[_Running]):
             outputs = self.llm.step()
         self.counters["steps"] += 1
         for output in outputs:
-            running = self._running.pop(output.request_id, None)
-            if running is not None:
-                self._finish(running, output)
+            if running := self._running.get(output.request_id):
+                running.tell(output.outputs[0].token_ids)
+                if output.finished:
+                    del self._running[output.request_id]
+                    self._finish(running, output)
         return outputs
 
     def _finish(self, running: _Running, output: Any) -> None:

@@ -139,15 +139,16 @@ class FakeBackend:
         number = len(self.requests)
         self.requests.append(request)
         self.active += 1
+        rng = random.Random(self._seed_of(request, number))
         try:
-            await asyncio.sleep(self.delay)
+            await asyncio.sleep(self.delay if request.on_token is None else 0)
+            completion_ids, finish_reason = self._reply(request, version, number, rng)
+            await self._tell(request, completion_ids)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
         finally:
             self.active -= 1
-        rng = random.Random(self._seed_of(request, number))
-        completion_ids, finish_reason = self._reply(request, version, number, rng)
         logprobs = tuple(-rng.random() for _ in completion_ids)
         return SampleResult(
             completion_ids,
@@ -157,6 +158,13 @@ class FakeBackend:
             top_logprobs=self._alternatives(completion_ids, logprobs, request.top_logprobs),
             seconds=time.perf_counter() - started,
         )
+
+    async def _tell(self, request: SampleRequest, ids: Sequence[int]) -> None:
+        """Spread the delay of a request that is watched over its tokens."""
+        if request.on_token is not None:
+            for token in ids:
+                request.on_token(token)
+                await asyncio.sleep(self.delay / len(ids))
 
     def _version_of(self, policy: str) -> int:
         if policy in ("current", "base"):

@@ -26,10 +26,11 @@ import torch
 
 from artnb.backends import stack as stacks
 from artnb.backends.adapter_files import read_json
-from artnb.backends.base import Publication, SampleRequest, SampleResult
+from artnb.backends.base import Publication, SampleRequest, SampleResult, StepStats
 from artnb.backends.decoder import Weights
 from artnb.backends.quiet import import_tqdm, without_remarks
 from artnb.backends.scoring import score_rows
+from artnb.backends.token_values import token_values
 from artnb.backends.trainer import Policy, Trainer
 from artnb.backends.vllm_weights import Adapter
 from artnb.config import LoraConfig, TrainConfig
@@ -199,7 +200,9 @@ class LocalBackend:
         except asyncio.CancelledError:
             cancelled.set()  # the thread stops at the next micro-batch
             raise
-        return {**summarize(statistics, config), **sizes}
+        measured = StepStats(summarize(statistics, config) | sizes)
+        measured.tokens = token_values(statistics, len(samples))
+        return measured
 
     async def score(
         self, samples: Sequence[Sample], config: TrainConfig, *, base: bool = False

@@ -141,7 +141,7 @@ class Shortened:
             more = f", and {len(lost) - 5} more" if len(lost) > 5 else ""
             warnings.warn(
                 f"memory is too small for {len(lost)} of {len(samples)} rows. Their ends were left out of "
-                f"this step: {'; '.join(lost[:5])}{more}. {_ADVICE}",
+                f"this step: {'; '.join(lost[:5])}{more}. {_ADVICE} {_TO_LEARN}.",
                 ShortenedRowWarning,
                 stacklevel=2,
             )
@@ -174,30 +174,38 @@ def shorten(samples: Sequence[Sample], row_tokens: int) -> Shortened:
 
 _ADVICE = (
     "Shorter rows need less: lower max_tokens, shorten prompts or what tools return, or leave "
-    "trajectories out. So does a model made with trainer_kwargs={'gradient_checkpointing': True} or, "
-    "with Unsloth, {'load_in_4bit': True}."
+    "trajectories out. So does a model made with"
 )
+_TO_LEARN = "trainer_kwargs={'gradient_checkpointing': True} or, with Unsloth, {'load_in_4bit': True}"
+_TO_READ = "Unsloth and trainer_kwargs={'load_in_4bit': True}"
 
 
 def hopeless(
-    problem: DoesNotFit, samples: Sequence[Sample], tried: Sequence[Pieces], microbatch_tokens: int
+    problem: DoesNotFit,
+    samples: Sequence[Sample],
+    tried: Sequence[Pieces],
+    microbatch_tokens: int,
+    *,
+    learns: bool = True,
 ) -> OutOfMemory:
     """What to tell a user of a row that does not fit even alone.
 
-    tried: the pieces of each attempt. microbatch_tokens: of TrainConfig.
+    tried: the pieces of each attempt. microbatch_tokens: of TrainConfig. learns: False where the row was
+    only to be read, for the logprobs of its tokens.
     """
     assert problem.batch is not None, "a comparison that does not fit is left out"
     row = samples[int(problem.batch.rows_R[0])]
     limits = dict.fromkeys(min(microbatch_tokens, pieces.microbatch_tokens) for pieces in tried)
     chunks = dict.fromkeys(pieces.chunk for pieces in tried)
     lengths = dict.fromkeys(pieces.row_tokens for pieces in tried if pieces.row_tokens < len(row.ids_T))
-    shorter = f", its first {_listed(lengths)} tokens" if lengths else ""
+    shorter = f", its first {_listed(lengths)} tokens" if lengths and learns else ""
+    what, leaner = ("trained on", _TO_LEARN) if learns else ("read for its logprobs", _TO_READ)
     return OutOfMemory(
         f"trajectory {row.trajectory_id!r} of group {row.group} does not fit into memory: a row of "
-        f"{len(row.ids_T)} tokens, {row.sampled_tokens} of them sampled, trained on by itself. Tried: "
+        f"{len(row.ids_T)} tokens, {row.sampled_tokens} of them sampled, {what} by itself. Tried: "
         f"micro-batches of {_listed(limits)} tokens, logits of {_listed(chunks)} positions at a "
-        f"time{shorter}. {_ADVICE} A lower microbatch_tokens helps only where other rows take part in a "
-        f"micro-batch, which they did not. ({problem})"
+        f"time{shorter}. {_ADVICE} {leaner}. A lower microbatch_tokens helps only where other rows take "
+        f"part in a micro-batch, which they did not. ({problem})"
     )
 
 

@@ -8,9 +8,9 @@ from contextlib import nullcontext
 
 import torch
 
+from artnb.backends.out_of_memory import Pieces, noticing
 from artnb.backends.trainer import Trainer
 from artnb.config import TrainConfig
-from artnb.packing import pack
 from artnb.types import Sample
 
 
@@ -25,18 +25,21 @@ def score_rows(
 ) -> list[tuple[float, ...]]:
     """Logprobs of each row's sampled tokens, in order, at the row's temperature.
 
-    base: with what is trained switched off. Rows are packed as in a training step, where packing is true.
-    ``cancelled`` is looked at before each batch; once it is set, the rest is left empty.
+    base: with what is trained switched off. Rows are packed as in a training step, where packing is true,
+    and in smaller pieces where memory runs out. ``cancelled`` is looked at before each batch; once it is
+    set, the rest is left empty. Raises OutOfMemory for a row that does not fit by itself.
     """
-    found: list[tuple[float, ...]] = [()] * len(samples)
-    with trainer.as_base() if base else nullcontext():
-        check = trainer.packing or trainer.verify_packing(samples)
-        packs = check is None or check.is_true
-        most = min(config.microbatch_tokens, trainer.pieces.microbatch_tokens) if packs else 1
-        for batch in pack(samples, max_tokens=most, share_prefixes=packs and config.share_prefixes):
+
+    def attempt(pieces: Pieces) -> list[tuple[float, ...]]:
+        found: list[tuple[float, ...]] = [()] * len(samples)
+        for batch in trainer.batches(samples, config, pieces):
             if cancelled is not None and cancelled.is_set():
                 break
-            logprobs = trainer.logprobs(batch, chunk=trainer.pieces.chunk)[0].float().cpu().numpy()
+            with noticing(batch):
+                logprobs = trainer.logprobs(batch, chunk=pieces.chunk)[0].float().cpu().numpy()
             for row, index in enumerate(batch.rows_R.tolist()):
                 found[index] = tuple(logprobs[batch.row_S == row].tolist())
-    return found
+        return found
+
+    with trainer.as_base() if base else nullcontext():
+        return trainer.in_pieces(attempt, samples, config)[0]

@@ -10,10 +10,10 @@ import copy
 import threading
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from artnb.backends.out_of_memory import (
     GROW_AFTER,
     DoesNotFit,
     Pieces,
+    Shortened,
     free_memory,
     hopeless,
     noticing,
@@ -39,6 +40,7 @@ from artnb.packing import PackedBatch, pack
 from artnb.sizes import CHUNK
 from artnb.types import Sample
 
+T = TypeVar("T")
 Statistics = dict[str, torch.Tensor]
 Policy = dict[str, tuple[torch.Tensor, ...]]
 """What makes a policy, by layer: an adapter's A (rank, in) and B (out, rank), or the weight alone."""
@@ -103,7 +105,7 @@ class Trainer(ABC):
         """Calls since then."""
         for parameter in self.parameters.values():
             parameter.data = parameter.data.to(torch.promote_types(self.dtype, torch.float32))
-        self._optimizer_name: OptimizerName = optimizer
+        self.optimizer_name: OptimizerName = optimizer
         self.optimizer = _make_optimizer(optimizer, list(self.parameters.values()))
         self.loss_scale = LossScale(self.parameters.values(), enabled=self.dtype == torch.float16)
         self.merge()
@@ -150,32 +152,54 @@ class Trainer(ABC):
         fit even then.
         """
         before = [None if p.grad is None else p.grad.clone() for p in self.parameters.values()]
+
+        def attempt(pieces: Pieces) -> tuple[Shortened, list[Statistics], dict[str, float]]:
+            shortened = shorten(samples, pieces.row_tokens)
+            return shortened, *self._accumulate(shortened.rows, config, pieces, denominator, cancelled)
+
+        def undo() -> None:
+            for parameter, gradient in zip(self.parameters.values(), before, strict=True):
+                parameter.grad = None if gradient is None else gradient.clone()
+
+        (shortened, statistics, sizes), attempts = self.in_pieces(attempt, samples, config, undo)
+        shortened.tell(samples)
+        sizes["rows_shortened"] = float(len(shortened.places))
+        sizes["tokens_dropped"] = float(shortened.tokens_dropped)
+        sizes["microbatch_tokens_used"] = float(min(config.microbatch_tokens, self.pieces.microbatch_tokens))
+        sizes["out_of_memory_retries"] = float(attempts - 1)
+        return statistics, sizes
+
+    def in_pieces(
+        self,
+        attempt: Callable[[Pieces], T],
+        samples: Sequence[Sample],
+        config: TrainConfig,
+        undo: Callable[[], None] | None = None,
+    ) -> tuple[T, int]:
+        """Let ``attempt`` work on these rows in smaller and smaller pieces, until it fits. Returns what it
+        does and the number of attempts.
+
+        undo: takes back what a failed attempt did; None for one that only reads rows, of which then all
+        is read or nothing. Raises OutOfMemory.
+        """
         grows = self._fitted >= GROW_AFTER
         tried = [self.pieces.larger() if grows else self.pieces]
         self._fitted = 0 if grows else self._fitted + 1
         while True:
             try:
-                shortened = shorten(samples, tried[-1].row_tokens)
-                statistics, sizes = self._accumulate(
-                    shortened.rows, config, tried[-1], denominator, cancelled
-                )
+                result = attempt(tried[-1])
                 break
             except DoesNotFit as error:
                 problem, smaller = error.with_traceback(None), tried[-1].smaller(error.batch)
-            for parameter, gradient in zip(self.parameters.values(), before, strict=True):
-                parameter.grad = None if gradient is None else gradient.clone()
+            if undo is not None:
+                undo()
             free_memory(self.device)
             self._fitted = 0
-            if smaller is None:
-                raise hopeless(problem, samples, tried, config.microbatch_tokens)
+            if smaller is None or (undo is None and smaller.row_tokens < tried[-1].row_tokens):
+                raise hopeless(problem, samples, tried, config.microbatch_tokens, learns=undo is not None)
             tried.append(smaller)
         self.pieces = tried[-1]
-        shortened.tell(samples)
-        sizes["rows_shortened"] = float(len(shortened.places))
-        sizes["tokens_dropped"] = float(shortened.tokens_dropped)
-        sizes["microbatch_tokens_used"] = float(min(config.microbatch_tokens, self.pieces.microbatch_tokens))
-        sizes["out_of_memory_retries"] = float(len(tried) - 1)
-        return statistics, sizes
+        return result, len(tried)
 
     def _accumulate(
         self,
@@ -188,12 +212,14 @@ class Trainer(ABC):
         """One attempt of ``forward_backward``. Raises DoesNotFit, having added a part of the gradient."""
         statistics: list[Statistics] = []
         sizes = {"packed_tokens": 0.0, "row_tokens": 0.0, "padded_tokens": 0.0, "loss": 0.0}
-        for batch in self._batches(samples, config, pieces):
+        for batch in self.batches(samples, config, pieces):
             if cancelled is not None and cancelled.is_set():
                 self.optimizer.zero_grad(set_to_none=True)
                 break
             with noticing(batch):
                 loss, stats = self.loss_scale.backward(lambda: self._loss(batch, config, denominator, pieces))  # noqa: B023
+            if config.record_tokens:
+                stats["row"] = torch.from_numpy(batch.rows_R[batch.row_S])  # among ``samples``
             statistics.append(stats)
             sizes["loss"] += float(loss.detach())
             sizes["packed_tokens"] += batch.tokens
@@ -203,7 +229,7 @@ class Trainer(ABC):
         sizes["rows_unpacked"] = float(self.packing is not None and not self.packing.is_true)
         return statistics, sizes
 
-    def _batches(self, samples: Sequence[Sample], config: TrainConfig, pieces: Pieces) -> list[PackedBatch]:
+    def batches(self, samples: Sequence[Sample], config: TrainConfig, pieces: Pieces) -> list[PackedBatch]:
         """The largest first: what does not fit is noticed before much is computed."""
         most, share = min(config.microbatch_tokens, pieces.microbatch_tokens), config.share_prefixes
         if self.packing is None and most > 1:
@@ -365,7 +391,7 @@ class Trainer(ABC):
     def load(self, folder: Path, *, optimizer: bool = True) -> None:
         """Restore what ``save`` wrote. Everything is read and checked before anything changes."""
         weights = self._read(folder)
-        kinds = MOMENTS[self._optimizer_name]
+        kinds = MOMENTS[self.optimizer_name]
         moments = read_moments(folder, self.parameters, kinds) if optimizer else {}
         state = {index: moments[name] for index, name in enumerate(self.parameters) if name in moments}
         with torch.no_grad():

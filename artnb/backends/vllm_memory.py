@@ -96,6 +96,8 @@ def _setting(
         dtype=str(dtype).removeprefix("torch."),
         engine="vllm",
         gradient_checkpointing=bool(trainer_options.get("gradient_checkpointing", False)),
+        full_finetuning=bool(trainer_options.get("full_finetuning", False)),
+        optimizer=trainer_options.get("optimizer", Setting.optimizer),
         max_running=int(options.get("max_running", Setting.max_running)),
         **rest,
     )

@@ -14,6 +14,8 @@ from typing import Any, Literal
 Row = Mapping[str, Any]
 """A step of the view: ``step`` and ``values``, a number by the name of its metric."""
 
+RECENT = 200
+"""Steps whose usual gradient, duration and noise the latest are compared with."""
 WINDOW = 5
 """Steps over which rewards are averaged before they are compared."""
 COLLAPSE_SHARE = 0.5
@@ -35,6 +37,10 @@ SILENT_SHARE = 0.9
 OLDEST = 2
 """Policy versions between sampling and training."""
 MOST_FAILED = 0.2
+MOST_UNSCORED = 0.2
+"""Share of a step's finished rollouts that neither a judge nor a reward function scored."""
+MOST_INVALID = 0.3
+"""Share of a judge's answers that could not be used and were asked for again."""
 MOST_TRUNCATED = 0.5
 GRADIENT_TIMES = 10.0
 """Gradient norm against the median of the steps before."""
@@ -42,6 +48,11 @@ QUIET_SECONDS, QUIET_TIMES = 600.0, 5.0
 """A running run that wrote nothing for so long, and for so many of its steps' median duration."""
 
 Level = Literal["warning", "serious"]
+KINDS = (
+    *("collapse", "entropy collapse", "drift", "engine and trainer disagree", "no signal"),
+    *("judge trouble", "staleness", "failures", "cut off", "gradient", "quiet"),
+)
+"""Every kind of alarm there is."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +94,9 @@ def _collapse(rows: Sequence[Row]) -> Alarm | None:
     rewards = _series(rows, "reward_mean")
     if len(rewards) < 2 * WINDOW:
         return None
-    windows = [statistics.fmean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1)]
-    changes = [abs(b - a) for a, b in itertools.pairwise(rewards)]
+    sums = [0.0, *itertools.accumulate(rewards)]
+    windows = [(after - before) / WINDOW for before, after in zip(sums, sums[WINDOW:], strict=False)]
+    changes = [abs(b - a) for a, b in itertools.pairwise(rewards[-RECENT:])]
     noise = statistics.median(changes) / WINDOW**0.5
     first, best, now = windows[0], max(windows), windows[-1]
     if best - now <= max(COLLAPSE_SHARE * (best - first), COLLAPSE_NOISE * noise, 1e-9):
@@ -99,11 +111,11 @@ def _collapse(rows: Sequence[Row]) -> Alarm | None:
 
 
 def _entropy(rows: Sequence[Row]) -> Alarm | None:
-    entropies = _series(rows, "entropy")
-    if len(entropies) < 2 * SILENT_STEPS:
+    first, last = _series(rows[:RECENT], "entropy"), _series(rows[-RECENT:], "entropy")
+    if len(last) < 2 * SILENT_STEPS or len(first) < SILENT_STEPS:
         return None
-    before = statistics.fmean(entropies[:SILENT_STEPS])
-    now = statistics.fmean(entropies[-SILENT_STEPS:])
+    before = statistics.fmean(first[:SILENT_STEPS])
+    now = statistics.fmean(last[-SILENT_STEPS:])
     if before <= 0 or now >= ENTROPY_SHARE * before:
         return None
     return Alarm(
@@ -193,6 +205,27 @@ def _failures(rows: Sequence[Row]) -> Alarm | None:
     )
 
 
+def _judge(rows: Sequence[Row]) -> Alarm | None:
+    values = rows[-1]["values"]
+    finished = values.get("trajectories", 0.0) - values.get("failed", 0.0)
+    unscored = values.get("unscored", 0.0) / max(1.0, finished)
+    invalid = values.get("judge_invalid", 0.0) / max(1.0, values.get("judge_requests", 0.0))
+    seen = []
+    if unscored > MOST_UNSCORED:
+        seen.append(f"nobody scored {unscored:.0%} of the last step's finished rollouts: they teach nothing")
+    if invalid > MOST_INVALID:
+        seen.append(f"{invalid:.0%} of the judge's answers could not be used and were asked for again")
+    if not seen:
+        return None
+    text = " and ".join(seen)
+    return Alarm(
+        "judge trouble",
+        "warning",
+        rows[-1]["step"],
+        f"{text[0].upper()}{text[1:]}. What judge returned says why; look at its raw answers.",
+    )
+
+
 def _truncation(rows: Sequence[Row]) -> Alarm | None:
     share = rows[-1]["values"].get("truncated", 0.0)
     if share <= MOST_TRUNCATED:
@@ -207,7 +240,7 @@ def _truncation(rows: Sequence[Row]) -> Alarm | None:
 
 
 def _gradient(rows: Sequence[Row]) -> Alarm | None:
-    norms = _series(rows, "grad_norm")
+    norms = _series(rows[-RECENT:], "grad_norm")
     if len(norms) <= WINDOW or "grad_norm" not in rows[-1]["values"]:
         return None
     usual = statistics.median(norms[:-1])
@@ -223,7 +256,7 @@ def _gradient(rows: Sequence[Row]) -> Alarm | None:
 
 
 def _quiet(rows: Sequence[Row], seconds: float) -> Alarm | None:
-    durations = _series(rows, "seconds")
+    durations = _series(rows[-RECENT:], "seconds")
     usual = statistics.median(durations) if durations else 0.0
     if seconds <= max(QUIET_SECONDS, QUIET_TIMES * usual):
         return None
@@ -238,5 +271,5 @@ def _quiet(rows: Sequence[Row], seconds: float) -> Alarm | None:
 
 _CHECKS: tuple[Callable[[Sequence[Row]], Alarm | None], ...] = (
     *(_collapse, _entropy, _drift, _disagreement, _no_signal),
-    *(_staleness, _failures, _truncation, _gradient),
+    *(_judge, _staleness, _failures, _truncation, _gradient),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 CHARTS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
@@ -15,6 +15,7 @@ CHARTS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
             "groups_solved": "groups solved",
             "groups_equal": "groups that teach nothing",
             "failed_share": "rollouts failed",
+            "unscored_share": "rollouts nobody scored",
             "truncated": "turns cut off",
         },
     ),
@@ -49,7 +50,11 @@ CHARTS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
         "speed",
         "speed",
         "Tokens a second",
-        {"tokens_per_second_gather": "gather", "tokens_per_second_train": "train"},
+        {
+            "tokens_per_second_gather": "gather",
+            "tokens_per_second_judge": "judge",
+            "tokens_per_second_train": "train",
+        },
     ),
     (
         "time",
@@ -57,36 +62,52 @@ CHARTS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
         "Seconds of a step, stacked",
         {
             "seconds_gather": "gather",
+            "seconds_judge": "judge",
             "seconds_train": "train",
             "seconds_publish": "publish",
             "seconds_checkpoint": "checkpoint",
             "seconds_other": "other",
         },
     ),
-    ("memory", "speed", "Memory peak, GB", {"memory_peak_gb": "this process"}),
+    ("memory", "speed", "Memory of this process, GB", {"memory_gb": "now", "memory_peak_gb": "peak"}),
+    (
+        "gpu_memory",
+        "speed",
+        "GPU memory, GB",
+        {
+            "gpu_memory_allocated_gb": "tensors",
+            "gpu_memory_reserved_gb": "reserved",
+            "gpu_memory_peak_gb": "peak",
+        },
+    ),
 )
 """Id, section, title, and the words for each metric."""
 
 _BY_PREFIX = (
     ("parts", "reward/", "Parts of the reward"),
     ("measured", "metric/", "Measured by rollouts"),  # rates of success or of invalid moves, and the like
+    ("cost", "cost_", "Cost of a step, dollars"),
 )
 _MOST_CURVES = 6
 """Curves of one chart; more of a kind go into the next."""
 _SECTIONS = ("reward", "rollouts", "policy", "engine", "optimizer", "speed")
 
 
-def charts(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The charts for which some step has numbers: id, section, title, and pairs of metric and words."""
-    present = dict.fromkeys(name for row in rows for name in row["values"])
+def charts(present: Iterable[str]) -> list[dict[str, Any]]:
+    """The charts for which there are numbers: id, section, title, and pairs of metric and words.
+
+    present: names of metrics, in the order in which they came.
+    """
+    names = dict.fromkeys(present)
     found = []
     for key, section, title, words in CHARTS:
-        series = [[name, label] for name, label in words.items() if name in present]
+        series = [[name, label] for name, label in words.items() if name in names]
         if series:
             found.append({"id": key, "section": section, "title": title, "series": series})
     for key, prefix, title in _BY_PREFIX:
-        series = [[name, name.removeprefix(prefix)] for name in present if name.startswith(prefix)]
+        series = [[name, name.removeprefix(prefix)] for name in names if name.startswith(prefix)]
+        section = "speed" if key == "cost" else "reward"
         for start in range(0, len(series), _MOST_CURVES):
-            about = {"id": f"{key}{start or ''}", "section": "reward", "title": title}
+            about = {"id": f"{key}{start or ''}", "section": section, "title": title}
             found.append({**about, "series": series[start : start + _MOST_CURVES]})
     return sorted(found, key=lambda chart: _SECTIONS.index(chart["section"]))

@@ -35,15 +35,20 @@ class Stream:
             name: {key: row for key, row in rows.items() if not self._has(name, key, row)}
             for name, rows in tables.items()
         }
+        self._sent = {name: dict(rows) for name, rows in tables.items()}
+        return self.news(head, new)
+
+    def news(self, head: Mapping[str, Any], new: Tables) -> list[dict[str, Any]]:
+        """The same for who knows which rows are new: nothing is compared, so long runs cost no more."""
         told = head if head != self._head else None
         if told is None and not any(new.values()):
             return []
-        return self._messages(told, new, tables, head)
+        return self._messages(told, new, head)
 
     def everything(self, head: Mapping[str, Any], tables: Tables) -> list[dict[str, Any]]:
         """The whole picture, for a view that knows nothing."""
-        self._sent = {}
-        messages = self._messages(head, tables, tables, head)
+        self._sent = {name: dict(rows) for name, rows in tables.items()}
+        messages = self._messages(head, tables, head)
         messages[0]["reset"] = True
         return messages
 
@@ -52,7 +57,7 @@ class Stream:
         return sent is row or (sent is not None and sent == row)
 
     def _messages(
-        self, told: Mapping[str, Any] | None, new: Tables, tables: Tables, head: Mapping[str, Any]
+        self, told: Mapping[str, Any] | None, new: Tables, head: Mapping[str, Any]
     ) -> list[dict[str, Any]]:
         message = self._next({} if told is None else {"head": told})
         messages, size = [message], _size(told)
@@ -66,7 +71,6 @@ class Stream:
                 message["tables"].setdefault(name, {})[key] = row
                 size += length
         self._head = head
-        self._sent = {name: dict(rows) for name, rows in tables.items()}
         return messages
 
     def _next(self, extra: Mapping[str, Any]) -> dict[str, Any]:

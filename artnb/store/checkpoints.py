@@ -26,6 +26,8 @@ from artnb.store.versions import package_version
 
 _STATE = "state.json"
 _NAME = re.compile(r"step_(\d{6,})")
+_ASIDE = "rolled_back"
+"""Folder beside the checkpoints for those of steps that were undone."""
 _LEFTOVER = re.compile(r"\.(step_\d{6,})\.[0-9a-f]+\.(tmp|old)")
 
 
@@ -144,6 +146,11 @@ def _step_folders(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(name[1]), path) for name, path in named if name is not None)
 
 
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps that have a checkpoint, by the names of their folders alone: none is opened."""
+    return [step for step, _ in _step_folders(folder)]
+
+
 def list_checkpoints(folder: Path) -> list[Checkpoint]:
     """Complete checkpoints, the oldest first."""
     found = (read_checkpoint(path) for _, path in _step_folders(folder))
@@ -176,7 +183,7 @@ def clean_leftovers(folder: Path) -> list[str]:
         else:
             shutil.rmtree(path, ignore_errors=True)
         cleaned.append(path.name)
-    return cleaned
+    return cleaned + clean_leftovers(folder / _ASIDE)
 
 
 def remove(folder: Path, step: int) -> None:
@@ -186,8 +193,25 @@ def remove(folder: Path, step: int) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
+def set_aside(folder: Path, after: int) -> None:
+    """Move the checkpoints of steps later than ``after`` into ``rolled_back/``, the newest first.
+
+    Wherever a kill ends this, the latest checkpoint that is left is one to go on from.
+    """
+    aside = folder / _ASIDE
+    for step, path in reversed(_step_folders(folder)):
+        if step <= after:
+            break
+        aside.mkdir(exist_ok=True)
+        if (aside / path.name).exists():
+            remove(aside, step)
+        os.rename(path, aside / path.name)
+        fsync_folder(folder)
+
+
 def prune(folder: Path, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
-    """Remove all but the newest ``keep_last`` checkpoints and the steps in ``keep``."""
+    """Remove all but the newest ``keep_last`` checkpoints and the steps in ``keep``; and all but as many
+    of those that were set aside."""
     if keep_last < 1:
         raise ConfigurationError(f"keep_last must be >= 1, so that a run can resume; got {keep_last}")
     removed = []
@@ -196,4 +220,6 @@ def prune(folder: Path, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
             continue
         remove(folder, checkpoint.step)
         removed.append(checkpoint.path)
+    for checkpoint in list_checkpoints(folder / _ASIDE)[:-keep_last]:
+        remove(folder / _ASIDE, checkpoint.step)
     return removed

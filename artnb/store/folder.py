@@ -4,21 +4,27 @@ run.json                          name, created, what it was made with
 metrics.jsonl                     one line a training step or evaluation
 events.jsonl                      openings, rollbacks, gathers, warnings, notes
 trajectories/step_000012.jsonl    every rollout gathered while the run stood at step 12
+trajectories/index/               a short row for each of them; made again when it is gone
+tokens/step_000012.safetensors    what the trainer made of each sampled token in step 12
 checkpoints/step_000012/          the policy after 12 steps
 result.json  STOP  owner.json     the outcome; touch STOP to end a loop; who is writing now
+report.html                       a page about all of it, when somebody asked for one
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artnb.errors import ConfigurationError
+from artnb.places import run_root
 from artnb.store import checkpoints as checkpoint_files
 from artnb.store.checkpoints import Checkpoint
 from artnb.store.codec import decode
 from artnb.store.journal import Journal
+from artnb.store.scores import Scores
 from artnb.store.timeline import Timeline
 from artnb.store.trajectories import Stored, TrajectoryFolder
 from artnb.types import Trajectory
@@ -30,8 +36,11 @@ STEP_KINDS = ("train", "sft")
 """Kinds of metrics records that finish a step of the run: each made a policy of its own."""
 
 
-def run_path(name: str, root: str | Path) -> Path:
-    """Where a run lies. A name that would leave ``root`` or not survive a file system is refused."""
+def run_path(name: str, root: str | Path | None = None) -> Path:
+    """Where a run lies; root: None for ``run_root()``.
+
+    A name that would leave ``root`` or not survive a file system is refused.
+    """
     problem = None
     if not isinstance(name, str) or not name.strip():
         problem = "it is empty"
@@ -45,7 +54,7 @@ def run_path(name: str, root: str | Path) -> Path:
         problem = "it is longer than 120 bytes"
     if problem:
         raise ConfigurationError(f"{name!r} cannot name a run: {problem}. Choose a name such as 'my-2048'.")
-    return Path(root).expanduser().resolve() / name
+    return Path(run_root() if root is None else root).expanduser().resolve() / name
 
 
 class RunFolder:
@@ -89,10 +98,17 @@ class RunFolder:
         return list(self._events.read())
 
     def stored(self, step: int | None = None, split: str | None = None) -> Iterator[Stored]:
-        """Trajectories that count with how they were gathered, one at a time, oldest step first."""
-        for record in self._trajectories.records(self._timeline(), step):
+        """Trajectories that count with how they were gathered, one at a time, oldest step first.
+
+        They have the scores that a judge or a person gave them since.
+        """
+        events = self.events()
+        scores = Scores.of(events)
+        for record in self._trajectories.records(Timeline.of(events), step):
             if split is None or record["split"] == split:
-                yield Stored.from_json(record)
+                found = Stored.from_json(record)
+                scores.apply(found.trajectory)
+                yield found
 
     def trajectories(self, step: int | None = None, split: str | None = None) -> Iterator[Trajectory]:
         """Trajectories that count, one at a time, oldest step first; None means all."""
@@ -105,6 +121,33 @@ class RunFolder:
     def latest_checkpoint(self) -> Checkpoint | None:
         """The newest complete checkpoint."""
         return checkpoint_files.latest_checkpoint(self.path / "checkpoints")
+
+    def best_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint whose policy earned the highest mean reward when a step sampled from it.
+
+        Of several the latest; None before a step sampled from a checkpoint's policy.
+        """
+        rewards = {r["step"]: reward for r in self.metrics() if (reward := reward_to_rank(r)) is not None}
+        known = [one for one in self.checkpoints() if one.step in rewards]
+        return max(known, key=lambda one: (rewards[one.step], one.step), default=None)
+
+    def figure(self, metrics: Sequence[str] | None = None, **options: Any) -> Any:
+        """The run's curves as a plotly figure; options as for ``artnb.dashboard.figure.figure``."""
+        from artnb.dashboard.figure import figure
+
+        return figure(self, metrics, **options)
+
+    def figure_widget(self, metrics: Sequence[str] | None = None, **options: Any) -> Any:
+        """The figure as a live plotly widget, which adds 5 MB to a saved notebook; refused in batch."""
+        from artnb.dashboard.figure import figure_widget
+
+        return figure_widget(self, metrics, **options)
+
+    def png(self, metrics: Sequence[str] | None = None, **options: Any) -> bytes:
+        """The run's curves as a PNG, drawn by matplotlib; options as for ``artnb.dashboard.png.run_png``."""
+        from artnb.dashboard.png import run_png
+
+        return run_png(self, metrics, **options)
 
     def metrics_frame(self) -> pandas.DataFrame:
         """metrics() as a table."""
@@ -124,6 +167,32 @@ class RunFolder:
 
         return export_parquet(self, Path(path))
 
+    def report(self, path: str | Path | None = None, *, environment: Any = None) -> Path:
+        """Write one self-contained page about the run, print where it is, and return its path.
+
+        Curves, evaluations with intervals, settings, the environment's card, best and worst trajectories,
+        alarms, events, costs, versions: without scripts, everything escaped, nothing loaded from elsewhere,
+        under 1 MB. path: None for ``report.html`` in the run's folder. environment: the Environment whose
+        card and options to show; None finds the installed one that the scenarios name.
+        """
+        from artnb.report_html import write_report
+
+        return write_report(self, path, environment)
+
+    def assert_ok(
+        self, steps: int | None = None, *, alarms: Iterable[str] = (), min_reward: float | None = None
+    ) -> None:
+        """Raise RunFailed unless the run came out as asked: in a notebook's last cell, for its exit code.
+
+        steps: training steps it must have taken; None takes what ``run.steps`` was last asked for. alarms:
+        kinds that its latest steps may not give reason for, or "any", or "serious". min_reward: what the
+        evaluation ``after`` in result.json must have reached, or the last step where there is none. Raises
+        ConfigurationError for an unknown kind of alarm.
+        """
+        from artnb.outcome import assert_ok
+
+        assert_ok(self, steps, alarms, min_reward)
+
     def _timeline(self) -> Timeline:
         return Timeline.of(self._events.read())
 
@@ -131,6 +200,17 @@ class RunFolder:
         from artnb.store.frames import run_html
 
         return run_html(self)
+
+
+def reward_to_rank(record: Mapping[str, Any]) -> float | None:
+    """Mean reward of the policy that a step's rollouts were sampled from, None for other records.
+
+    Step k samples from the policy after k steps, which is checkpoint k.
+    """
+    reward = record.get("reward_mean")
+    if record.get("kind") == "train" and isinstance(reward, int | float) and math.isfinite(reward):
+        return float(reward)
+    return None
 
 
 def differences(recorded: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:

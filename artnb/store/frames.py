@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import os
 import uuid
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,18 +62,39 @@ def trajectory_row(stored: Stored) -> dict[str, Any]:
 def metrics_frame(run: RunFolder) -> pandas.DataFrame:
     """One row a metrics record."""
     pd = require("pandas", extra="cpu", why="to make a frame")
-    return pd.DataFrame(run.metrics())
+    return pd.DataFrame([_without_surrogates(record) for record in run.metrics()])
 
 
 def trajectories_frame(run: RunFolder) -> pandas.DataFrame:
     """One row a trajectory, in the order in which they were written."""
     pd = require("pandas", extra="cpu", why="to make a frame")
-    rows = [trajectory_row(stored) for stored in run.stored()]
+    rows = [_without_surrogates(trajectory_row(stored)) for stored in run.stored()]
     return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(COLUMNS))
+
+
+def _without_surrogates(record: dict[str, Any]) -> dict[str, Any]:
+    """pandas 3 keeps texts as UTF-8, which has no lone surrogates: they become their escapes."""
+
+    def text(value: Any) -> Any:
+        return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
+
+    return {text(name): text(value) for name, value in record.items()}
 
 
 def export_parquet(run: RunFolder, path: Path) -> Path:
     """The columns of trajectories_frame, ``metrics`` and the whole ``trajectory`` as JSON text."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        write_parquet(run.stored(), beside)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
+    return path
+
+
+def write_parquet(stored: Iterable[Stored], path: Path) -> int:
+    """Write trajectories, some hundred at a time in memory, to a parquet file; returns how many."""
     pa = require("pyarrow", extra="parquet", why="to write parquet")
     parquet = require("pyarrow.parquet", extra="parquet", why="to write parquet")
     integers = {"step", "attempt", "turns", "completion_tokens", "policy_version"}
@@ -83,26 +105,22 @@ def export_parquet(run: RunFolder, path: Path) -> Path:
         ]
         + [("metrics", pa.string()), ("trajectory", pa.string())]
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
-        with parquet.ParquetWriter(beside, schema) as writer:
-            rows: list[dict[str, Any]] = []
-            for stored in run.stored():
-                row = {c: v for c, v in trajectory_row(stored).items() if c in COLUMNS}
-                text = {
-                    "metrics": encode(stored.trajectory.metrics),
-                    "trajectory": encode(stored.trajectory.to_json()),
-                }
-                rows.append(row | text)
-                if len(rows) == _ROWS_AT_ONCE:
-                    writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-                    rows = []
-            writer.write_table(pa.Table.from_pylist(rows, schema=schema))
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
-    return path
+    count = 0
+    with parquet.ParquetWriter(path, schema) as writer:
+        rows: list[dict[str, Any]] = []
+        for one in stored:
+            row = {c: v for c, v in trajectory_row(one).items() if c in COLUMNS}
+            text = {
+                "metrics": encode(one.trajectory.metrics),
+                "trajectory": encode(one.trajectory.to_json()),
+            }
+            rows.append(_without_surrogates(row | text))
+            count += 1
+            if len(rows) == _ROWS_AT_ONCE:
+                writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+                rows = []
+        writer.write_table(pa.Table.from_pylist(rows, schema=schema))
+    return count
 
 
 def run_html(run: RunFolder) -> str:

@@ -8,6 +8,7 @@ No file locks: a run has one writing process (see owner.py), and inside it one l
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import threading
 import uuid
@@ -63,19 +64,25 @@ class Journal:
         self._lock = threading.Lock()
         self._file: int | None = None
 
-    def append(self, *records: Mapping[str, Any]) -> None:
-        """Write whole lines with one write, or none of them."""
-        lines = "".join(encode(record) + "\n" for record in records).encode("ascii")
+    def append(self, *records: Mapping[str, Any]) -> list[tuple[int, int]]:
+        """Write whole lines with one write, or none of them; returns where each begins and its length."""
+        lines = [f"{encode(record)}\n".encode("ascii") for record in records]
+        at = self.append_lines(b"".join(lines))
+        ends = itertools.accumulate(map(len, lines), initial=at)
+        return [(start, len(line)) for start, line in zip(ends, lines, strict=False)]
+
+    def append_lines(self, lines: bytes) -> int:
+        """Write lines that are encoded already, like ``append``; returns where they begin."""
         with self._lock:
             try:
-                self._write(lines)
+                return self._write(lines)
             except OSError as error:
                 raise describe_disk_error(error, str(self.path)) from error
             finally:
                 if not self._keep_open:
                     self._close()
 
-    def _write(self, lines: bytes) -> None:
+    def _write(self, lines: bytes) -> int:
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
@@ -89,6 +96,7 @@ class Journal:
             with contextlib.suppress(OSError):  # else the next opening moves the torn line aside
                 os.ftruncate(self._file, before)
             raise
+        return before
 
     def read(self) -> Iterator[dict[str, Any]]:
         """Every whole line, in order. A line still being written, or spoilt by the disk, is passed over."""

@@ -11,18 +11,20 @@ import contextlib
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from artnb.errors import ArtnbError, ConfigurationError, RunMismatch
 from artnb.store import checkpoints as checkpoint_files
 from artnb.store.codec import decode, encode
-from artnb.store.controls import Control, Controls, check_control
-from artnb.store.folder import STEP_KINDS, RunFolder, differences, run_path
+from artnb.store.controls import Controls
+from artnb.store.folder import STEP_KINDS, RunFolder, differences, reward_to_rank, run_path
 from artnb.store.journal import write_atomically
+from artnb.store.loop import Loop
 from artnb.store.owner import Owner
+from artnb.store.token_records import PendingRecords, TokenRecord, finish_leftovers
 from artnb.store.trajectories import PROCESS, Stored
 from artnb.store.versions import package_version, versions
 from artnb.types import Trajectory
@@ -31,7 +33,14 @@ _live: dict[Path, Run] = {}
 _live_lock = threading.RLock()
 
 
-class Run(RunFolder):
+def live_run(path: Path) -> Run | None:
+    """The run that this process holds in this folder, None when it holds none there."""
+    with _live_lock:
+        run = _live.get(path)
+        return None if run is None or run._owner.is_lost else run
+
+
+class Run(Loop, RunFolder):
     """A training run on disk. ``Run.open`` creates or resumes it; ``close`` gives it back."""
 
     def __init__(self, path: Path) -> None:
@@ -44,9 +53,20 @@ class Run(RunFolder):
         self.has_earlier_rollouts = False
         """True when an earlier process left rollouts of the present step or later ones."""
         self._reused: set[str] = set()
+        self._begun_anew = 0
+        """Session of the latest rollback that a person asked for."""
+        self._best: tuple[float, int] | None = None
+        """Highest mean reward and the step that sampled it, of those that have a checkpoint."""
         self.controls = Controls()
+        self._opened_at = 0
+        self._told_at: int | None = None
+        """Step at which this process last wrote result.json."""
+        self._configured: dict[str, Any] = {}
         self.on_step: list[Callable[[], object]] = []
         """Called after each finished step, in the thread that wrote its metrics."""
+        self.listeners: list[Callable[[str, Any], object]] = []
+        """Called with what has just been written, in the thread that wrote it: ``("rollouts", attempt)``, the
+        members of one attempt, ``("metrics", record)`` and ``("event", event)``. They return at once."""
 
     step: int
     """Training steps finished so far, skipped ones included."""
@@ -60,7 +80,7 @@ class Run(RunFolder):
     def open(
         cls,
         name: str,
-        root: str | Path = "runs",
+        root: str | Path | None = None,
         *,
         identity: Mapping[str, Any] | None = None,
         takeover: bool = False,
@@ -93,7 +113,13 @@ class Run(RunFolder):
         return run
 
     @staticmethod
-    def read(name: str, root: str | Path = "runs") -> RunFolder:
+    def live(name: str, root: str | Path | None = None) -> Run | None:
+        """The run of this name that this process is writing, or None."""
+        with _live_lock:
+            return _live.get(run_path(name, root))
+
+    @staticmethod
+    def read(name: str, root: str | Path | None = None) -> RunFolder:
         """Look at a run without claiming it; another process may be writing it."""
         folder = RunFolder(run_path(name, root))
         if not (folder.path / "run.json").is_file():
@@ -127,13 +153,18 @@ class Run(RunFolder):
     def _resume(self, identity: Mapping[str, Any] | None, replaced_owner: Mapping[str, Any] | None) -> None:
         torn = [self._events.repair(), self._metrics.repair()]
         self._session = self._timeline().session + 1
-        self.controls = Controls.of(self._events.read())
+        events = list(self._events.read())
+        self.controls = Controls.of(events)
+        asked = (int(e.get("session") or 0) for e in events if e["kind"] == "rolled_back" and e.get("asked"))
+        self._begun_anew = max(asked, default=0)
         self._describe(identity)
         folder = self.path / "checkpoints"
         cleaned = checkpoint_files.clean_leftovers(folder)
         latest = self.latest_checkpoint()
         self.step = latest.step if latest else 0
+        finish_leftovers(self.path, self.step)
         self.cursor = dict((latest.state.get("cursor") if latest else None) or {})
+        self._opened_at = self.step
         torn += self._trajectories.repair(self.step)
         self.record_event("opened", step=self.step, process=PROCESS, versions=versions())
         if replaced_owner is not None:
@@ -145,6 +176,7 @@ class Run(RunFolder):
         for name in checkpoint_files.incomplete_after(folder, self.step):
             self._warn(f"checkpoint {name} is incomplete and is not used")
         self._undo_later_work()
+        self._rank()
         metrics = latest.state.get("metrics") if latest else None
         if metrics and self.trained_steps < self.step:  # killed right after the checkpoint was there
             self._metrics.append({"time": time.time(), **metrics, "session": self._session})
@@ -172,52 +204,36 @@ class Run(RunFolder):
         if trained > self.step or has_later_rollouts:
             self.record_event("rolled_back", **{"from": max(trained, self.step), "to": self.step})
 
+    def _rank(self) -> None:
+        """Find the best step anew."""
+        self._best = None
+        for record in self.metrics():
+            self._rank_step(record)
+
+    def _rank_step(self, record: Mapping[str, Any]) -> None:
+        reward = reward_to_rank(record)
+        if reward is not None and record["step"] > 0 and (self._best is None or reward >= self._best[0]):
+            self._best = reward, record["step"]
+
     def _warn(self, message: str) -> None:
         self.record_event("warning", message=message)
 
     # Training
 
-    def steps(self, total: int) -> Iterator[int]:
-        """Step numbers from where the run stands up to ``total - 1``.
-
-        Ends early when a file named STOP appears in the run folder, which is removed, or after
-        ``ask("stop")``.
-        """
-        step = self.step
-        while step < total and not self._takes_stop():
-            before = self.step
-            yield step
-            step = step + 1 if self.step == before else self.step
-
-    def _takes_stop(self) -> bool:
-        stop = self.path / "STOP"
-        reasons = ["STOP file"] * stop.exists() + ["asked for"] * self.controls.stop
-        if not reasons:
-            return False
-        stop.unlink(missing_ok=True)
-        self.record_event("stopped", step=self.step, reason=reasons[0])
-        return True
-
-    def ask(self, control: Control, value: float | None = None) -> None:
-        """Ask the running loop for something; any thread may, and the journal remembers it.
-
-        stop: ``steps`` ends after the step under way. pause: the next ``gather`` waits for resume, or for
-        stop. learning_rate: every step from the next one on takes ``value`` instead of the notebook's own;
-        None gives it back. Raises ConfigurationError, and what ``record_event`` raises.
-        """
-        check_control(control, value)
-        self.record_event("control", control=control, step=self.step, value=value)
-
-    def note(self, text: str) -> None:
-        """Write a person's remark into the journal."""
-        self.record_event("note", step=self.step, text=text)
-
     def roll_back(self, to: int) -> None:
-        """Mark everything after the policy of step ``to`` as undone and go on from there."""
+        """Mark everything after the policy of step ``to`` as undone and go on from there.
+
+        Later checkpoints are set aside in ``checkpoints/rolled_back``. Nothing is loaded: to take the model
+        along use ``Model.rollback``.
+        """
+        self.check_writable()
         before = self.step
+        checkpoint_files.set_aside(self.path / "checkpoints", to)  # first: a kill between leaves it resumable
         self._session += 1
-        self.record_event("rolled_back", **{"from": before, "to": to})
+        self._begun_anew, self.has_earlier_rollouts = self._session, False
+        self.record_event("rolled_back", **{"from": before, "to": to, "asked": True})
         self.step = to
+        self._rank()
 
     # Records
 
@@ -230,8 +246,11 @@ class Run(RunFolder):
                 f"{record.get('step')} were given. A step is recorded once, in order."
             )
         self.check_writable()
-        self._metrics.append({"time": time.time(), **record, "session": self._session})
+        line = {"time": time.time(), **record, "session": self._session}
+        self._metrics.append(line)
+        self._tell("metrics", line)
         if is_training:
+            self._rank_step(record)
             self.step += 1
             for tell in self.on_step:
                 tell()
@@ -242,6 +261,18 @@ class Run(RunFolder):
         event = {"kind": kind, "time": time.time(), **fields, "session": self._session}
         self._events.append(event)
         self.controls.add(event)
+        self._tell("event", event)
+
+    def _tell(self, kind: str, record: Any) -> None:
+        for listener in list(self.listeners):
+            listener(kind, record)
+
+    def record_configuration(self, settings: Mapping[str, Any]) -> None:
+        """Keep the settings of a training step, as an event of what changed since the one before."""
+        changed = {n: v for n, v in settings.items() if n not in self._configured or self._configured[n] != v}
+        if changed:
+            self.record_event("configured", step=self.step, train=changed)
+            self._configured |= changed
 
     def append_trajectory(
         self,
@@ -262,13 +293,16 @@ class Run(RunFolder):
         """Append all trajectories of one attempt with one write."""
         self.check_writable()
         self._trajectories.append(stored, session=self._session)
+        self._tell("rollouts", stored)
 
     def reusable(self, step: int, split: str) -> list[Stored]:
         """Rollouts that an earlier process finished at this step and nobody has reused yet."""
         if not self.has_earlier_rollouts:
             return []
         found = self._trajectories.from_earlier_processes(step, split)
-        return [one for one in found if one.trajectory.id not in self._reused]
+        # what a person went back from is not to be repeated
+        fresh = (one for one in found if one.session >= self._begun_anew)
+        return [one for one in fresh if one.trajectory.id not in self._reused]
 
     def reuse(self, trajectories: Sequence[Trajectory], gather_id: str) -> None:
         """Let rollouts of an earlier process count again, as part of this gather."""
@@ -278,7 +312,22 @@ class Run(RunFolder):
 
     def write_result(self, record: Mapping[str, Any]) -> Path:
         """Write the outcome to result.json."""
-        return self._write_file("result.json", record)
+        written = self._write_file("result.json", record)
+        self._told_at = self.step
+        return written
+
+    def _leave_result(self) -> None:
+        """A run that ends before its notebook reported it still says how far it came."""
+        has_moved = self.step != self._opened_at
+        is_told = self._told_at == self.step if has_moved else (self.path / "result.json").exists()
+        if is_told or not (has_moved or self._has_begun) or self._owner.is_lost:
+            return
+        from artnb.report import unreported
+
+        try:
+            self.write_result(unreported(self))
+        except (ArtnbError, OSError) as error:  # closing goes on: the run must be given back
+            warnings.warn(f"the outcome of run {self.name!r} could not be written: {error}", stacklevel=3)
 
     def _write_file(self, name: str, record: Mapping[str, Any]) -> Path:
         self.check_writable()
@@ -302,28 +351,41 @@ class Run(RunFolder):
 
     @contextlib.contextmanager
     def finishing_step(
-        self, metrics: Mapping[str, Any], state: Mapping[str, Any]
+        self,
+        metrics: Mapping[str, Any],
+        state: Mapping[str, Any],
+        tokens: Mapping[str, TokenRecord] | None = None,
     ) -> Iterator[tuple[Path, Callable[[], None]]]:
         """Yield a folder for the policy after this step, and a slow function that seals it once filled.
 
-        Afterwards the step's checkpoint and its line of metrics are on disk, both or neither, and
-        ``step`` has moved on. Inside the block ``metrics`` may still grow; their ``kind`` is ``train``
-        unless they say another of ``STEP_KINDS``.
+        Afterwards the step's checkpoint, its records of ``tokens`` and its line of metrics are on disk, all
+        or none, and ``step`` has moved on. Inside the block ``metrics`` may still grow; their ``kind`` is
+        ``train`` unless they say another of ``STEP_KINDS``.
         """
         about = {"kind": metrics.get("kind", "train"), "step": self.step}
         step, kept = self.step, {**state, "cursor": self.cursor, "metrics": {**metrics, **about}}
-        with self.writing_checkpoint(step + 1, kept) as folder:
-            yield folder, partial(checkpoint_files.seal, folder, step + 1, kept)
-        try:
-            self.append_metrics({**metrics, **about})
-        except BaseException:
-            checkpoint_files.remove(self.path / "checkpoints", step + 1)
-            raise
+        with PendingRecords(self.path, step, tokens or {}) as pending:
+            with self.writing_checkpoint(step + 1, kept) as folder:
+
+                def seal() -> None:
+                    checkpoint_files.seal(folder, step + 1, kept)
+                    pending.write()
+
+                yield folder, seal
+                pending.write()  # where nobody sealed
+            try:
+                pending.commit()
+                self.append_metrics({**metrics, **about})
+            except BaseException:
+                pending.path.unlink(missing_ok=True)
+                checkpoint_files.remove(self.path / "checkpoints", step + 1)
+                raise
 
     def prune_checkpoints(self, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
-        """Remove all but the newest ``keep_last`` checkpoints and the steps in ``keep``."""
+        """Remove all but the newest ``keep_last`` checkpoints, the best one and the steps in ``keep``."""
         self.check_writable()
-        return checkpoint_files.prune(self.path / "checkpoints", keep_last, keep)
+        best = [] if self._best is None else [self._best[1]]
+        return checkpoint_files.prune(self.path / "checkpoints", keep_last, [*keep, *best])
 
     # Closing
 
@@ -335,12 +397,15 @@ class Run(RunFolder):
         """Give the run back, so that another process may write it. Reading still works. Idempotent."""
         if self._is_closed:
             return
-        self._is_closed = True
-        self.sync()
-        self._owner.release()
-        atexit.unregister(self.close)
-        if _live.get(self.path) is self:
-            del _live[self.path]
+        try:
+            self._leave_result()
+        finally:
+            self._is_closed = True
+            self.sync()
+            self._owner.release()
+            atexit.unregister(self.close)
+            if _live.get(self.path) is self:
+                del _live[self.path]
 
     def __enter__(self) -> Run:
         return self

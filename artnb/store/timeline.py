@@ -2,7 +2,8 @@
 
 Every opening of a run, and every rollback, starts a new session. Its ``rolled_back`` event says to
 which step the run went back; records that earlier sessions wrote about later work no longer count. A
-``reused`` event brings back rollouts of an unfinished step that the new session took over.
+``reused`` event brings back rollouts of an unfinished step that the new session took over; a ``replaced``
+event names those of which a later line holds a longer version.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ class Timeline:
     """(session, step it went back to), in order."""
     reused: dict[str, int] = field(default_factory=dict)
     """Trajectory id -> the session that took it over."""
+    replaced: set[str] = field(default_factory=set)
+    """Ids of trajectories that were written again when they had grown."""
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
@@ -48,9 +51,13 @@ class Timeline:
             self.rollbacks.append((session, int(event["to"])))
         elif event.get("kind") == "reused":
             self.reused.update({name: session for name in event["trajectories"]})
+        elif event.get("kind") == "replaced":
+            self.replaced.update(event["trajectories"])
 
     def counts(self, record: Mapping[str, Any], *, is_training: bool, id: str | None = None) -> bool:
-        """True unless a later session went back to before this record."""
+        """True unless a later session went back to before this record, or another took its place."""
+        if id in self.replaced:
+            return False
         step = record.get("step")
         if not isinstance(step, int):
             return True

@@ -1,7 +1,8 @@
 """Where do a run's trajectories lie, and which of them count?
 
 ``trajectories/step_000012.jsonl`` holds every rollout gathered while the run stood at step 12, training
-and evaluation alike, one line each: who gathered it first, then the trajectory itself.
+and evaluation alike, one line each: who gathered it first, then the trajectory itself. ``index/`` beside
+them holds a short row for each line (index.py).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from artnb.store.checkpoints import step_name
+from artnb.store.index import IndexWriter
 from artnb.store.journal import Journal
 from artnb.store.timeline import Timeline
 from artnb.types import Trajectory
@@ -58,6 +60,7 @@ class TrajectoryFolder:
         self.path = path
         self._lock = threading.Lock()
         self._open: tuple[int, Journal] | None = None
+        self._index = IndexWriter(path)
 
     def append(self, stored: Sequence[Stored], *, session: int) -> None:
         """Write lines with one write; they belong to one step."""
@@ -67,7 +70,7 @@ class TrajectoryFolder:
             if self._open is None or self._open[0] != step:
                 self._close()
                 self._open = (step, self._journal(step, keep_open=True))
-            self._open[1].append(*records)
+            self._index.append(step, records, self._open[1].append(*records))
 
     def close(self) -> None:
         """Let go of the open file; some network mounts upload it only then."""
@@ -78,6 +81,7 @@ class TrajectoryFolder:
         if self._open is not None:
             self._open[1].close()
             self._open = None
+        self._index.close()
 
     def steps(self) -> list[int]:
         """Steps that have a file, in order."""

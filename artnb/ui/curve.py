@@ -8,10 +8,25 @@ from typing import Any
 
 from artnb.ui.html import esc
 
-_COLOURS = ("#2f7fe0", "#e07a1f", "#1fa37a", "#b45fd0", "#d0506a", "#8a8f2a")
+COLOURS = ("#2f7fe0", "#e07a1f", "#1fa37a", "#b45fd0", "#d0506a", "#8a8f2a")
 _DASHES = ("6 4", "2 3", "9 3 2 3", "4 2")
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46, 130, 14, 34
 _BARS = "▁▂▃▄▅▆▇█"
+_MOST_DOTS = 100
+"""Of a longer line only the line is drawn."""
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
+    """At most so many points: of more, the means of neighbours, each at its last neighbour's x.
+
+    >>> thinned([(0, 1.0), (1, 3.0), (2, 5.0)], 2)
+    [(1, 2.0), (2, 5.0)]
+    """
+    size = math.ceil(len(points) / most)
+    if size <= 1:
+        return list(points)
+    chunks = [points[i : i + size] for i in range(0, len(points), size)]
+    return [(chunk[-1][0], math.fsum(y for _, y in chunk) / len(chunk)) for chunk in chunks]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -59,7 +74,7 @@ def curve_svg(
     ]
     labels = _Labels(height - _BOTTOM)
     for index, (name, points) in enumerate(lines):
-        parts += _line(frame, labels, name, points, _COLOURS[index % len(_COLOURS)])
+        parts += _line(frame, labels, name, points, COLOURS[index % len(COLOURS)])
     for index, (name, level) in enumerate(levels.items()):
         parts += _baseline(frame, labels, name, level, _DASHES[index % len(_DASHES)])
     return "".join(parts) + "</svg>"
@@ -103,9 +118,9 @@ class _Frame:
         bottom = self.height - _BOTTOM
         parts = [f'<g stroke="currentColor" stroke-opacity="0.15">{self._grid(left, right)}</g>']
         parts.append('<g fill="currentColor" fill-opacity="0.75">')
-        for tick in _ticks(*self.ys, 5):
+        for tick in ticks(*self.ys, 5):
             parts.append(f'<text x="{left - 6}" y="{self.y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
-        for tick in _ticks(*self.xs, 8, whole=True):
+        for tick in ticks(*self.xs, 8, whole=True):
             parts.append(
                 f'<text x="{self.x(tick):.1f}" y="{bottom + 15}" text-anchor="middle">{tick:g}</text>'
             )
@@ -117,11 +132,16 @@ class _Frame:
         return parts
 
     def _grid(self, left: int, right: int) -> str:
-        rows = (self.y(tick) for tick in _ticks(*self.ys, 5))
+        rows = (self.y(tick) for tick in ticks(*self.ys, 5))
         return "".join(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>' for y in rows)
 
 
-def _ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """At most so many round numbers between two numbers, about.
+
+    >>> ticks(0.0, 1.03, 5)
+    [0.0, 0.25, 0.5, 0.75, 1.0]
+    """
     rough = (high - low) / most
     power = 10.0 ** math.floor(math.log10(rough))
     size = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= rough)
@@ -155,7 +175,8 @@ def _line(
     pixels = [(frame.x(x), frame.y(y)) for x, y in points]
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)
     parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>']
-    for (x, y), (value_x, value_y) in zip(pixels, points, strict=True):
+    dotted = zip(pixels, points, strict=True) if len(points) <= _MOST_DOTS else ()
+    for (x, y), (value_x, value_y) in dotted:
         parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}">'
             f"<title>{esc(name)}: {value_y:.4g} at {value_x:g}</title></circle>"

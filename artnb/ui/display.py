@@ -6,16 +6,19 @@ in place and finished with plain HTML: it needs no widget, so it stays readable 
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, get_args
 
 from artnb.errors import ConfigurationError
-from artnb.ui.html import progress_html
+from artnb.places import host
+from artnb.ui.html import progress_html, visible
 from artnb.ui.snapshot import seconds_text
 
 Mode = Literal["live", "html", "text", "none"]
@@ -72,19 +75,6 @@ def kernel() -> Any:
     return getattr(_shell(), "kernel", None)
 
 
-_HOSTS = {"KAGGLE_KERNEL_RUN_TYPE": "Kaggle", "COLAB_RELEASE_TAG": "Colab"}
-"""Environment variables that these services set; Kaggle's image is made from Colab's."""
-
-
-def host(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The service whose image this process runs in: ``Colab``, ``Kaggle``, or None.
-
-    >>> host({"KAGGLE_KERNEL_RUN_TYPE": "Interactive"})
-    'Kaggle'
-    """
-    return next((name for sign, name in _HOSTS.items() if sign in environment), None)
-
-
 def front_end() -> str:
     """The program that shows this process's output, as far as its environment tells.
 
@@ -103,13 +93,54 @@ _free_places: dict[tuple[int | None, str], Any] = {}
 """Finished views of the present cell: (number of its execution, title) -> handle."""
 
 
-def _cell_number() -> int | None:
+def cell_number() -> int | None:
+    """The number of the cell that is running, None outside of IPython."""
     return getattr(_shell(), "execution_count", None)
 
 
 def show(html: str, text: str) -> None:
     """Show a finished view once."""
     Live(keep_text=True).finish(html, text)
+
+
+def cell_id() -> str | None:
+    """The front end's own name of the cell that is running, which stays when it is run again."""
+    try:
+        parent = kernel().get_parent("shell")
+        return (parent.get("metadata") or {}).get("cellId")
+    except AttributeError:  # no kernel, or one that does not tell
+        return None
+
+
+def after_each_cell(call: Callable[[BaseException | None], object]) -> Callable[[], None]:
+    """Call this at the end of every cell with the error it ended with; returns what takes it back."""
+    shell = _shell()
+    if shell is None:
+        return lambda: None
+
+    def hear(result: Any = None) -> None:
+        call(getattr(result, "error_before_exec", None) or getattr(result, "error_in_exec", None))
+
+    shell.events.register("post_run_cell", hear)
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):  # forgotten already
+            shell.events.unregister("post_run_cell", hear)
+
+    return forget
+
+
+def show_widget(widget: Any) -> None:
+    """Show an ipywidget below the present cell."""
+    from IPython.display import display
+
+    display(widget)
+
+
+def log(line: str) -> None:
+    """Print a line in a kernel that runs as a batch: its log has no place for tables that change."""
+    if detect() == "html":
+        print(line, flush=True)
 
 
 class Live:
@@ -158,6 +189,7 @@ class Live:
             self._draw(html, text, final=True)
 
     def _draw(self, html: str, text: str, *, final: bool) -> None:
+        text = visible(text)
         if self.mode == "html":
             self._draw_html(html, text, final=final)
         elif self._keep_text:
@@ -171,7 +203,7 @@ class Live:
         from IPython.display import display
 
         bundle = {"text/html": html, "text/plain": text}
-        place = (_cell_number(), self.title)
+        place = (cell_number(), self.title)
         if self._handle is None and self._one_a_cell:
             self._handle = _free_places.pop(place, None)
         if self._handle is None:
@@ -191,6 +223,43 @@ class Live:
             sys.stderr.write(line + "\n")
         sys.stderr.flush()
         self._width = len(line)
+
+
+class Slot:
+    """An empty place below a cell, into which a widget may be put later, from elsewhere."""
+
+    def __init__(self) -> None:
+        from IPython.display import display
+
+        self._nothing = {"text/html": "", "text/plain": ""}
+        self._handle: Any = display(self._nothing, raw=True, display_id=True)
+
+    def put(self, widget: Any) -> None:
+        """Show this widget here; None empties the place."""
+        if widget is None:
+            self._handle.update(self._nothing, raw=True)
+        else:
+            self._handle.update(widget)
+
+
+class Picture:
+    """A PNG in a display of its own, for pages that drop the drawings of HTML (GitHub); not in a terminal."""
+
+    def __init__(self) -> None:
+        self._is_shown = detect() in ("live", "html")
+        self._handle: Any = None
+
+    def draw(self, png: bytes, text: str) -> None:
+        """Show this image, or put it in the place of the one before; ``text`` stands for it elsewhere."""
+        if not self._is_shown:
+            return
+        from IPython.display import display
+
+        bundle = {"image/png": base64.b64encode(png).decode("ascii"), "text/plain": text}
+        if self._handle is None:
+            self._handle = display(bundle, raw=True, display_id=True)
+        else:
+            self._handle.update(bundle, raw=True)
 
 
 class Progress:

@@ -16,6 +16,7 @@ from artnb.ui.snapshot import (
     groups_snapshot,
     number_text,
     seconds_text,
+    shorten,
     step_snapshot,
     trajectory_snapshot,
 )
@@ -38,7 +39,16 @@ def esc(value: Any) -> str:
     >>> esc("a\\u202eb\\x1b")
     'a‹U+202E›b‹U+001B›'
     """
-    return html_module.escape("".join(map(_visible, str(value))), quote=True)
+    return html_module.escape(visible(str(value)), quote=True)
+
+
+def visible(text: str) -> str:
+    """The text with its control, bidi and zero-width characters spelt out: a terminal obeys none of them.
+
+    >>> visible("a\\x1b[2Jb")
+    'a‹U+001B›[2Jb'
+    """
+    return text if text.isprintable() else "".join(map(_visible, text))  # almost all of it is
 
 
 def _visible(character: str) -> str:
@@ -120,7 +130,9 @@ def trajectory_html(trajectory: Trajectory) -> str:
     if view["metrics"]:
         parts.append(table_html([{"metric": k, "value": v} for k, v in view["metrics"].items()]))
     if view["logs"]:
-        parts.append(_details(f"{len(view['logs'])} log lines", _pre("\n".join(map(str, view["logs"])))))
+        parts.append(
+            _details(f"{len(view['logs'])} log lines", _pre(shorten("\n".join(map(str, view["logs"])))))
+        )
     return f"<div>{''.join(parts)}</div>"
 
 
@@ -132,10 +144,10 @@ def _reward_words(view: Mapping[str, Any]) -> str:
 
 def _failure(error: Mapping[str, Any], count: int = 1) -> str:
     times = f" ({count} times)" if count > 1 else ""
-    summary = f"⚠ <b>{esc(error['type'])}</b>: {esc(error['message'])}{times}"
+    summary = f"⚠ <b>{esc(error['type'])}</b>: {esc(shorten(error['message']))}{times}"
     if not error["traceback"]:
         return f"<div>{summary}</div>"
-    return _details(summary, _pre(error["traceback"]))
+    return _details(summary, _pre(shorten(error["traceback"])))
 
 
 def _bubble(entry: Mapping[str, Any]) -> str:
@@ -161,6 +173,11 @@ def _bubble(entry: Mapping[str, Any]) -> str:
         f'margin:4px 0"><div style="{_SMALL}"><b>{esc(entry["role"])}</b> '
         f"{esc(' · '.join(facts))}</div>{body}</div>"
     )
+
+
+def conversation_html(entries: Iterable[Mapping[str, Any]]) -> str:
+    """Messages and moves, one below the other: entries of a history of ``trajectory_snapshot``."""
+    return "".join(map(_bubble, entries))
 
 
 def groups_html(groups: Iterable[TrajectoryGroup]) -> str:

@@ -23,6 +23,7 @@ SECTIONS: dict[str, dict[str, str]] = {
         "groups": "groups",
         "trajectories": "trajectories",
         "failed": "failed rollouts",
+        "unscored": "rollouts that nobody scored",
     },
     "policy": {
         "loss": "loss",
@@ -71,12 +72,21 @@ SECTIONS: dict[str, dict[str, str]] = {
     "time": {
         "seconds_gather": "gather seconds",
         "tokens_per_second_gather": "gather tokens/s",
+        "seconds_judge": "judge seconds",
+        "tokens_per_second_judge": "judge tokens/s",
+        "judge_requests": "questions to the judge",
+        "judge_invalid": "answers of the judge that were asked for again",
+        "cost_judge": "judge dollars",
         "seconds_train": "train seconds",
         "tokens_per_second_train": "train tokens/s",
         "seconds_publish": "publish seconds",
         "seconds_checkpoint": "checkpoint seconds",
         "seconds": "whole step seconds",
+        "memory_gb": "memory GB",
         "memory_peak_gb": "memory peak GB",
+        "gpu_memory_allocated_gb": "GPU memory in tensors GB",
+        "gpu_memory_reserved_gb": "GPU memory reserved GB",
+        "gpu_memory_peak_gb": "GPU memory peak GB",
     },
 }
 """Plain words for the metrics that train_step records, by section; others are shown by name."""

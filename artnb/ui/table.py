@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
-from artnb.ui.curve import curve_svg, sparkline
+from artnb.ui.curve import curve_svg, sparkline, thinned
 from artnb.ui.display import Live
-from artnb.ui.html import esc, table_html
+from artnb.ui.html import esc, table_html, visible
 from artnb.ui.snapshot import ABOUT_STEP, is_step, is_supervised, number_text, reward_of
 from artnb.ui.text import table_text
 
-_MOST_ROWS = 30
+_MOST_ROWS, _MOST_EARLIER, _MOST_POINTS = 30, 200, 500
 _COLUMNS = {
     "± std": "reward_std",
     "entropy": "entropy",
@@ -77,18 +78,16 @@ class RewardTable:
 
     def curve(self) -> str:
         """The curve alone, as an SVG string."""
-        return curve_svg([{"name": "mean reward", "points": self.rewards}], self.baselines)
+        points = thinned(self.rewards, _MOST_POINTS)
+        return curve_svg([{"name": "mean reward", "points": points}], self.baselines)
 
     def _draw(self) -> None:
-        last = self._rows()[-1] if self.records else {}
+        last = _row(self.records[-1], self._columns()) if self.records else {}
         line = ", ".join(
             f"{name} {number_text(value)}" for name, value in last.items() if value not in (None, "")
         )
         text = str(self) if self._live.mode == "html" else f"{self.title}: {line}"
         self._live.finish(self._repr_html_(), text)
-
-    def _rows(self) -> list[dict[str, Any]]:
-        return [_row(record, self._columns()) for record in self.records]
 
     def _columns(self) -> dict[str, str]:
         """Title -> metric, in the order in which they stand."""
@@ -96,25 +95,33 @@ class RewardTable:
         about = {"step": "step", **(_SUPERVISED_COLUMNS if has_supervised else {})}
         return {**about, "mean reward": "mean_reward", **_COLUMNS}
 
+    def _split(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], int]:
+        """Earlier and latest rows to show; of many earlier ones every so-manieth, which is the third."""
+        earlier, latest = self.records[:-_MOST_ROWS], self.records[-_MOST_ROWS:]
+        every = math.ceil(len(earlier) / _MOST_EARLIER) or 1
+        columns = self._columns()
+        return [_row(r, columns) for r in earlier[::every]], [_row(r, columns) for r in latest], every
+
     def _repr_html_(self) -> str:
-        rows = self._rows()
+        hidden, latest, every = self._split()
         rewards = self.rewards
         highest = max([reward for _, reward in rewards] + [1e-9])
-        for row in rows:
+        for row in [*hidden, *latest]:
             row[""] = "▅" * round(max(0.0, row["mean reward"] or 0.0) / highest * 12)
         columns = list(self._columns())
         columns.insert(columns.index("mean reward") + 1, "")
-        hidden = rows[:-_MOST_ROWS]
-        table = table_html(rows[-_MOST_ROWS:], columns)
+        table = table_html(latest, columns)
         if hidden:
-            summary = f"<summary>{len(hidden)} earlier steps</summary>"
+            shown = f", every {every}th" if every > 1 else ""
+            summary = f"<summary>{len(self.records) - len(latest)} earlier steps{shown}</summary>"
             table = f"<details>{summary}{table_html(hidden, columns)}</details>{table}"
         chart = self.curve() if rewards else ""
         return f"<div><b>{esc(self.title)}</b><div>{chart}</div>{table}</div>"
 
     def __repr__(self) -> str:
-        line = sparkline([reward for _, reward in self.rewards])
-        return "\n".join([f"{self.title} {line}".rstrip(), table_text(self._rows())])
+        line = sparkline([reward for _, reward in thinned(self.rewards, _MOST_EARLIER)])
+        earlier, latest, _ = self._split()
+        return "\n".join([visible(f"{self.title} {line}").rstrip(), table_text([*earlier, *latest])])
 
 
 def _record(result: Any) -> dict[str, Any]:

@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from artnb.types import Trajectory, TrajectoryGroup
+from artnb.ui.html import visible
 from artnb.ui.snapshot import (
     groups_snapshot,
+    is_supervised,
     number_text,
+    reward_of,
     seconds_text,
     step_snapshot,
     trajectory_snapshot,
@@ -25,15 +28,16 @@ def table_text(rows: Iterable[Mapping[str, Any]], columns: Sequence[str] | None 
     """
     kept = list(rows)
     names = list(columns) if columns is not None else list(dict.fromkeys(k for row in kept for k in row))
-    cells = [[number_text(row.get(name)) for name in names] for row in kept]
+    cells = [[visible(number_text(row.get(name))) for name in names] for row in kept]
     is_text = [all(isinstance(row.get(name, ""), str) for row in kept) for name in names]
-    widths = [max(len(name), *(len(r[i]) for r in cells)) for i, name in enumerate(names)] if cells else []
+    heads = [visible(name) for name in names]
+    widths = [max(len(name), *(len(r[i]) for r in cells)) for i, name in enumerate(heads)] if cells else []
 
     def line(values: Sequence[str]) -> str:
         padded = [v.ljust(w) if t else v.rjust(w) for v, w, t in zip(values, widths, is_text, strict=True)]
         return "  ".join(padded).rstrip()
 
-    return "\n".join([line(names), *map(line, cells)]) if cells else "  ".join(names)
+    return "\n".join([line(heads), *map(line, cells)]) if cells else "  ".join(heads)
 
 
 def trajectory_text(trajectory: Trajectory) -> str:
@@ -52,7 +56,7 @@ def trajectory_text(trajectory: Trajectory) -> str:
         lines += [_entry_text(entry) for entry in entries]
     if view["metrics"]:
         lines.append(", ".join(f"{k} {number_text(v)}" for k, v in view["metrics"].items()))
-    return "\n".join(lines)
+    return visible("\n".join(lines))
 
 
 def _entry_text(entry: Mapping[str, Any]) -> str:
@@ -74,7 +78,25 @@ def groups_text(groups: Iterable[TrajectoryGroup]) -> str:
     columns = ["scenario_id", "trajectories", "mean", "lowest", "highest", "failed", "tokens"]
     lines = [", ".join(facts), table_text(view["rows"], columns)]
     lines += [f"{f['count']} × {f['type']}: {f['message']}" for f in view["failures"]]
-    return "\n".join(lines)
+    return visible("\n".join(lines))
+
+
+def step_line(result: Any) -> str:
+    """The outcome of one training step in a line, from a StepResult or a mapping of its metrics.
+
+    >>> step_line({"step": 3, "reward_mean": 0.25, "seconds": 4.0})
+    'step 3: mean reward 0.250, 4.0 s'
+    """
+    record = result if isinstance(result, Mapping) else {**result.metrics, **vars(result)}
+    if is_supervised(record):
+        facts = [f"supervised, loss {number_text(record.get('loss'))}"]
+    else:
+        facts = [f"mean reward {number_text(reward_of(record))}"]
+    if record.get("seconds") is not None:
+        facts.append(seconds_text(record["seconds"]))
+    if record.get("skipped"):
+        facts.append(f"skipped: {record['skipped']}")
+    return visible(f"step {record.get('step')}: {', '.join(facts)}")
 
 
 def step_text(result: Any) -> str:
@@ -92,4 +114,4 @@ def step_text(result: Any) -> str:
         lines.append("left out: " + ", ".join(f"{n} × {reason}" for reason, n in view["dropped"].items()))
     for name, rows in view["sections"].items():
         lines.append(f"{name}: " + ", ".join(f"{label} {value}" for label, value in rows))
-    return "\n".join(lines)
+    return visible("\n".join(lines))

@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import openai
 
 from artnb.backends.fake import FakeBackend
-from artnb.chat import ChatApp
 from artnb.client import async_client
+from artnb.completions import ChatApp
 from artnb.recording import recording
 from artnb.rendering import make_renderer
 

@@ -1,7 +1,7 @@
 // How is one chart drawn? uPlot with our colours, dashes, legend, zoom and keys. Text only by textContent.
 
 const DASHES = [[], [7, 4], [2, 3], [10, 3, 2, 3], [14, 4], [4, 2, 1, 2]];
-const PIXELS = window.devicePixelRatio || 1;
+const PIXELS = globalThis.devicePixelRatio || 1;
 
 function make(tag, className, text) {
   const element = document.createElement(tag);
@@ -28,6 +28,12 @@ function smoothed(values, weight) {
   });
 }
 
+// 0.00047 -> 0.0004
+function oneDigitBelow(value) {
+  const [digits, power] = value.toExponential().split("e");
+  return Number(`${Math.floor(Number(digits))}e${power}`);
+}
+
 function sample(colour, dash) {
   const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
   svg.setAttribute("viewBox", "0 0 24 8");
@@ -41,14 +47,16 @@ function sample(colour, dash) {
   return svg;
 }
 
-// spec: {id, title, series: [[metric, words]]}; shared: {root, log, smoothing, zoom, onZoom(min, max)}.
+// spec: {id, title, isCompared, series: [[metric, words, run]]}, of one run, or one metric of several runs;
+// shared: {root, log, smoothing, zoom, syncKey, onZoom(range)}.
 class Chart {
   constructor(spec, shared) {
     this.spec = spec;
     this.shared = shared;
     this.hidden = new Set();
     this.isReward = spec.id === "reward";
-    this.isStacked = spec.id === "time";
+    this.isBanded = this.isReward && !spec.isCompared;
+    this.isStacked = spec.id === "time" && !spec.isCompared;
     this.element = make("figure", this.isReward ? "artnb-chart artnb-wide" : "artnb-chart");
     this.element.tabIndex = 0;
     this.element.setAttribute("role", "group");
@@ -72,14 +80,16 @@ class Chart {
     return getComputedStyle(this.shared.root).getPropertyValue(name).trim();
   }
 
-  // picture: {steps: [x], value(metric) -> [y], baselines: {name: y}, checks: [{step, mean, low, high}]}
+  // picture: {steps: [x], value(metric, run) -> [y], baselines: {name: y}, checks: [{step, mean, low, high, run}]}
   update(picture) {
     this.picture = picture;
-    const raw = this.spec.series.map(([metric]) => picture.value(metric));
+    const raw = this.spec.series.map(([metric, , run]) => picture.value(metric, run));
     this.raw = raw;
+    // what is never positive has no logarithm: it stays as it is
+    this.isLog = this.shared.log && !this.isStacked && raw.some((values) => values.some((value) => value > 0));
     const shown = raw.map((values, index) => (this.hidden.has(index) ? values.map(() => null) : values));
-    const data = [picture.steps, ...(this.isReward ? this.rewardData(shown) : this.plainData(shown))];
-    const key = `${this.shared.log}/${this.isReward && this.shared.smoothing > 0}`;
+    const data = [picture.steps, ...(this.isBanded ? this.rewardData(shown) : this.plainData(shown))];
+    const key = `${this.isLog}/${this.isBanded && this.shared.smoothing > 0}`;
     if (!this.plot || this.key_ !== key) {
       if (this.plot) this.plot.destroy();
       this.key_ = key;
@@ -107,7 +117,7 @@ class Chart {
   }
 
   onScale(values) {
-    return this.shared.log ? values.map((value) => (value > 0 ? value : null)) : values;
+    return this.isLog ? values.map((value) => (value > 0 ? value : null)) : values;
   }
 
   options() {
@@ -121,7 +131,7 @@ class Chart {
       points: { size: 4 },
     });
     let series = this.spec.series.map((_, index) => line(index)), bands = [];
-    if (this.isReward) {
+    if (this.isBanded) {
       const edge = { stroke: "transparent", points: { show: false }, spanGaps: false };
       const faint = { stroke: () => this.colour("--artnb-faint"), width: 1, spanGaps: true, points: { show: false } };
       series = [{ ...line(0), width: 2.5 }, { ...line(1), points: { show: false } }, edge, edge, faint];
@@ -130,7 +140,7 @@ class Chart {
       series = series.map((one, index) => ({ ...one, points: { show: false }, ...(index ? {} : { fill: () => this.colour("--artnb-f0") }) }));
       bands = series.slice(1).map((_, index) => ({ series: [index + 2, index + 1], fill: () => this.colour(`--artnb-f${(index + 1) % 6}`) }));
     }
-    const isLog = this.shared.log && !this.isStacked;
+    const isLog = this.isLog;
     return {
       ...this.size(),
       padding: [8, 10, 0, 0],
@@ -164,9 +174,11 @@ class Chart {
       min = Math.min(min, ...marks);
       max = Math.max(max, ...marks);
     }
-    if (isLog) return [min / 1.2, max * 1.2];
+    // one digit: from another start uPlot's marks of a logarithmic axis may never reach its end
+    if (isLog) return [oneDigitBelow(min / 1.1), max * 1.2];
     if (this.isStacked) min = 0;
-    const room = max - min || Math.abs(max) || 1;
+    const size = Math.max(Math.abs(min), Math.abs(max));
+    const room = max - min > 1e-9 * size ? max - min : size || 1; // a smoothed constant differs by rounding alone
     return [this.isStacked ? 0 : min - 0.06 * room, max + 0.06 * room];
   }
 
@@ -208,7 +220,10 @@ class Chart {
     context.setLineDash([]);
     context.strokeStyle = context.fillStyle = this.colour("--artnb-c3");
     context.lineWidth = 2 * PIXELS;
-    for (const check of this.picture.checks) this.drawCheck(plot, context, check);
+    for (const check of this.picture.checks) {
+      if (this.spec.isCompared) context.strokeStyle = context.fillStyle = this.colour(`--artnb-c${check.run % 6}`);
+      this.drawCheck(plot, context, check);
+    }
     context.restore();
   }
 
@@ -248,15 +263,19 @@ class Chart {
       });
       return [button, reading];
     });
-    const marks = this.isReward ? [make("span", "artnb-mark", "▒ spread within groups"), make("span", "artnb-mark", "◆ evaluation, 95 %")] : [];
+    const marks = this.isBanded ? [make("span", "artnb-mark", "▒ spread within groups")] : [];
+    if (this.isReward) marks.push(make("span", "artnb-mark", "◆ evaluation, 95 %"));
     this.legend.replaceChildren(...this.readings.map(([button]) => button), ...marks);
   }
 
   readLegend(index) {
     if (!this.readings || !this.picture) return;
-    const steps = this.picture.steps;
-    const place = index === null || index === undefined ? steps.length - 1 : index;
-    this.readings.forEach(([, reading], i) => { reading.textContent = numberText(this.raw[i][place]); });
+    const steps = this.picture.steps, isLatest = index === null || index === undefined;
+    const place = isLatest ? steps.length - 1 : index;
+    this.readings.forEach(([, reading], i) => {
+      const values = this.raw[i], last = isLatest ? values.findLastIndex((value) => value !== null) : place;
+      reading.textContent = numberText(values[last]);
+    });
     this.at.textContent = steps.length ? `step ${steps[place]}` : "";
   }
 

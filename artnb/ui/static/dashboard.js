@@ -1,12 +1,12 @@
 // What does a view of a run do? It takes numbered messages, draws, and sends back what a person asks for.
-// uPlot, chart.js and strip.js stand before this in the same module. Nothing is ever set as HTML.
+// uPlot, chart.js, strip.js and controls.js stand before this in the same module. Nothing is ever set as HTML.
 
 const REWARD = { id: "reward", section: "reward", title: "Mean reward", series: [["reward_mean", "mean"], ["reward_best", "best so far"]] };
 const SECTIONS = { reward: "Reward", rollouts: "Rollouts", policy: "Policy", engine: "Engine and trainer", optimizer: "Optimizer", speed: "Speed and memory" };
-const STATES = { running: "● running", ended: "■ not running", crashed: "✖ crashed" };
+const STATES = { running: "● running", idle: "■ no loop is running", ended: "■ not open", crashed: "✖ crashed" };
 const SAY_SECONDS = 5;
 
-// The run as far as messages told it.
+// A run as far as messages told it.
 class Picture {
   constructor() {
     this.clear();
@@ -16,6 +16,7 @@ class Picture {
   clear() {
     this.head = null;
     this.tables = { steps: new Map(), rollouts: new Map(), checks: new Map() };
+    this.rows = null;
   }
 
   // True when the message follows the last one.
@@ -27,27 +28,48 @@ class Picture {
     for (const [name, rows] of Object.entries(message.tables)) {
       for (const [key, row] of Object.entries(rows)) this.tables[name].set(key, row);
     }
+    this.rows = null;
     return true;
   }
 
-  forCharts() {
-    const byStep = (table) => [...table.values()].sort((a, b) => a.step - b.step);
-    const rows = byStep(this.tables.steps), rollouts = this.tables.rollouts;
-    return {
-      steps: rows.map((row) => row.step),
-      value: (name) => rows.map((row) => row.values[name] ?? rollouts.get(String(row.step))?.values[name] ?? null),
-      baselines: this.head.baselines,
-      checks: byStep(this.tables.checks),
-      rollouts: byStep(rollouts),
-    };
+  byStep(name) {
+    return [...this.tables[name].values()].sort((a, b) => a.step - b.step);
   }
+
+  // Steps in order, the figures of their rollouts among their values.
+  steps() {
+    if (!this.rows) {
+      this.rows = this.byStep("steps").map((row) => ({ step: row.step, own: row.values, more: this.tables.rollouts.get(String(row.step))?.values }));
+    }
+    return this.rows;
+  }
+}
+
+// What charts draw: one run's numbers, or those of several on a common line of steps.
+function forCharts(pictures) {
+  const rows = pictures.map((picture) => picture.steps());
+  const value = (name) => (row) => (row ? row.own[name] ?? row.more?.[name] ?? null : null);
+  const checks = pictures.flatMap((picture, run) => picture.byStep("checks").map((check) => ({ ...check, run })));
+  const baselines = Object.assign({}, ...pictures.map((picture) => picture.head.baselines));
+  if (pictures.length === 1) {
+    return { steps: rows[0].map((row) => row.step), value: (name) => rows[0].map(value(name)), baselines, checks };
+  }
+  const steps = [...new Set(rows.flatMap((own) => own.map((row) => row.step)))].sort((a, b) => a - b);
+  const known = rows.map((own) => new Map(own.map((row) => [row.step, row])));
+  return { steps, value: (name, run) => steps.map((step) => value(name)(known[run].get(step))), baselines, checks };
+}
+
+// False in a section that is folded: what nobody sees is not drawn.
+function isSeen(element) {
+  return element.checkVisibility ? element.checkVisibility() : true;
 }
 
 class Page {
   constructor(root, send) {
     this.root = root;
     this.send = send;
-    this.picture = new Picture();
+    this.pictures = [new Picture()];
+    this.chosen = 0; // whose buttons, alarms, groups and events are shown
     this.charts = new Map();
     this.left_out = new Set();
     this.said = 0;
@@ -70,55 +92,24 @@ class Page {
     this.status.setAttribute("role", "status");
     this.status.setAttribute("aria-live", "polite");
     const top = make("header", "artnb-top");
-    top.append(this.name, this.state, this.facts);
+    this.runs = make("select", "artnb-runs");
+    this.runs.setAttribute("aria-label", "Run whose buttons, alarms and groups are shown");
+    this.runs.hidden = true;
+    this.runs.addEventListener("change", () => { this.chosen = Number(this.runs.value); this.draw(); });
+    this.runs.addEventListener("keydown", (event) => event.stopPropagation());
+    top.append(this.name, this.runs, this.state, this.facts);
+    this.controls = new Controls(
+      (control, value) => this.send({ type: "control", control, value, run: this.chosen }),
+      (text) => this.send({ type: "note", text, run: this.chosen }),
+    );
     this.alarms = make("ul", "artnb-alarms");
     this.alarms.setAttribute("aria-label", "Alarms");
     this.body = make("div", "artnb-sections");
     this.strip = new Strip();
     this.events = make("ul", "artnb-events");
-    this.root.append(top, this.buildControls(), this.alarms, this.buildOptions(), this.body, this.events, this.status);
-    const chart = (this.rewardChart = new Chart(REWARD, this.shared));
-    this.charts.set("reward", chart);
-    this.body.append(chart.element, this.strip.element);
+    this.root.append(top, this.controls.element, this.alarms, this.buildOptions(), this.body, this.events, this.status);
+    this.body.append(this.strip.element);
     this.sections = {};
-  }
-
-  button(text, act, title) {
-    const button = make("button", "artnb-button", text);
-    button.type = "button";
-    if (title) button.title = title;
-    button.addEventListener("click", act);
-    return button;
-  }
-
-  field(label, placeholder, act, word) {
-    const form = make("form", "artnb-field"), input = make("input"), submit = make("button", "artnb-button", word);
-    input.placeholder = placeholder;
-    input.setAttribute("aria-label", label);
-    submit.type = "submit";
-    form.append(input, submit);
-    form.addEventListener("submit", (event) => { event.preventDefault(); act(input); });
-    for (const kind of ["keydown", "keyup", "keypress"]) form.addEventListener(kind, (event) => event.stopPropagation());
-    return [form, input];
-  }
-
-  buildControls() {
-    const bar = make("div", "artnb-controls");
-    const ask = (control, value = null) => this.send({ type: "control", control, value });
-    this.stop = this.button("■ Stop after this step", () => ask("stop"), "The loop over run.steps() ends when its present step is done");
-    this.pause = this.button("‖ Pause", () => ask(this.picture.head?.controls.paused ? "resume" : "pause"), "The next gather waits");
-    const [rate, rateInput] = this.field("Learning rate from the next step", "learning rate", (input) => {
-      const value = input.value.trim() === "" ? null : Number(input.value);
-      if (value !== null && !(value > 0)) this.say("The learning rate must be a number above 0; empty means the notebook's own.");
-      else { ask("learning_rate", value); input.value = ""; }
-    }, "Set");
-    rate.title = "From the next step on; empty gives the notebook's own back";
-    this.rateInput = rateInput;
-    const [note] = this.field("Note for the run's journal", "note", (input) => { this.send({ type: "note", text: input.value }); input.value = ""; }, "Add note");
-    this.answer = make("span", "artnb-answer");
-    this.answer.setAttribute("role", "status");
-    bar.append(this.stop, this.pause, rate, note, this.answer);
-    return bar;
   }
 
   buildOptions() {
@@ -131,7 +122,9 @@ class Page {
     smooth.addEventListener("input", () => { this.shared.smoothing = Number(smooth.value); amount.textContent = smooth.value; this.draw(); });
     for (const input of [log, smooth]) input.addEventListener("keydown", (event) => event.stopPropagation());
     const label = (words, ...parts) => { const element = make("label", "", words); element.append(...parts); return element; };
-    this.all = this.button("Show all steps", () => this.zoom(null));
+    this.all = make("button", "artnb-button", "Show all steps");
+    this.all.type = "button";
+    this.all.addEventListener("click", () => this.zoom(null));
     this.all.hidden = true;
     this.picker = make("details", "artnb-picker");
     this.choices = make("div", "artnb-choices");
@@ -147,15 +140,12 @@ class Page {
   }
 
   take(message) {
-    if (message.type === "answer") { this.say(message.text); return true; }
+    if (message.type === "answer") { this.controls.say(message.text); return true; }
     if (message.type !== "view") return true;
-    const follows = this.picture.take(message);
+    while (this.pictures.length < message.runs) this.pictures.push(new Picture());
+    const follows = this.pictures[message.run || 0].take(message);
     if (follows && !message.more) this.schedule();
     return follows;
-  }
-
-  say(text) {
-    this.answer.textContent = text;
   }
 
   schedule() {
@@ -164,35 +154,51 @@ class Page {
   }
 
   draw() {
-    const head = this.picture.head;
-    if (!head) return;
+    if (this.pictures.some((picture) => !picture.head)) return;
     this.root.hidden = false;
-    const picture = this.picture.forCharts();
-    this.drawHead(head, picture);
-    this.placeCharts(head.charts);
-    for (const [id, chart] of this.charts) if (!this.left_out.has(id)) chart.update(picture);
-    this.strip.update(picture.rollouts);
+    const picture = forCharts(this.pictures), chosen = this.pictures[this.chosen];
+    this.drawHead(chosen);
+    this.placeCharts(this.specs());
+    for (const [id, chart] of this.charts) if (!this.left_out.has(id) && isSeen(chart.element)) chart.update(picture);
+    this.strip.update(chosen.byStep("rollouts"));
     this.root.dataset.steps = String(picture.steps.length);
-    this.root.dataset.seq = String(this.picture.seq);
+    this.root.dataset.seq = String(chosen.seq);
   }
 
-  drawHead(head, picture) {
-    const { paused, stop, learning_rate: rate } = head.controls, isRunning = head.status === "running";
-    const count = picture.steps.length, last = count ? picture.steps[count - 1] : null;
-    this.name.textContent = head.name;
-    const words = isRunning && stop ? "■ stopping after this step" : isRunning && paused ? "‖ paused" : STATES[head.status];
+  // One run's charts as they come; of several runs a chart for each metric, a curve for each run.
+  specs() {
+    const specs = [REWARD, ...this.pictures[0].head.charts];
+    if (this.pictures.length === 1) return specs;
+    const known = new Set(specs.map((spec) => spec.id));
+    for (const picture of this.pictures.slice(1)) specs.push(...picture.head.charts.filter((spec) => !known.has(spec.id) && known.add(spec.id)));
+    const names = this.pictures.map((picture) => picture.head.name);
+    return specs.flatMap((spec) => spec.series.filter(([metric]) => metric !== "reward_best").map(([metric, words]) => ({
+      id: spec.id === "reward" ? "reward" : metric,
+      section: spec.section,
+      title: spec.series.length === 1 || spec.id === "reward" ? spec.title : `${spec.title}: ${words}`,
+      isCompared: true,
+      series: names.map((name, run) => [metric, name, run]),
+    })));
+  }
+
+  drawHead(picture) {
+    const head = picture.head, steps = picture.steps();
+    const { paused, stop, roll_back: back, settings } = head.controls, isRunning = head.status === "running";
+    const last = steps[steps.length - 1];
+    const isMany = this.pictures.length > 1;
+    this.name.textContent = isMany ? `${this.pictures.length} runs` : head.name;
+    this.runs.hidden = !isMany;
+    if (isMany) this.controls.fill(this.runs, this.pictures.map((one, run) => [String(run), `${one.head.name} (${one.head.status})`]));
+    const waits = isRunning && (stop ? "■ stopping after this step" : back !== null ? `↶ going back to ${back === "best" ? "the best" : `step ${back}`}` : paused ? "‖ paused" : "");
+    const words = waits || STATES[head.status];
     this.state.textContent = words;
-    this.state.dataset.state = isRunning && (stop || paused) ? "waiting" : head.status;
-    const reward = count ? picture.value("reward_mean")[count - 1] : null;
-    const facts = [count ? `step ${last} done` : "no finished step yet"];
-    if (reward !== null) facts.push(`mean reward ${numberText(reward)}`);
+    this.state.dataset.state = waits ? "waiting" : head.status;
+    const facts = [last ? `step ${last.step} done` : "no finished step yet"];
+    if (last?.own.reward_mean !== undefined) facts.push(`mean reward ${numberText(last.own.reward_mean)}`);
     if (head.best) facts.push(`best ${numberText(head.best.reward)} at step ${head.best.step}`);
-    if (rate !== null) facts.push(`learning rate set to ${numberText(rate)}`);
+    for (const [name, value] of Object.entries(settings)) facts.push(`${head.settings[name]} set to ${numberText(value)}`);
     this.facts.textContent = facts.join(" · ");
-    this.stop.disabled = stop || !isRunning;
-    this.pause.disabled = !isRunning || stop;
-    this.pause.textContent = paused ? "▶ Go on" : "‖ Pause";
-    this.rateInput.placeholder = rate === null ? "learning rate" : `now ${numberText(rate)}`;
+    this.controls.update(head);
     this.alarms.replaceChildren(...head.alarms.map((alarm) => {
       const item = make("li", alarm.level === "serious" ? "artnb-serious" : "");
       item.append(make("b", "", `${alarm.level === "serious" ? "⛔" : "⚠"} ${alarm.kind} (step ${alarm.step})`), make("span", "", ` ${alarm.text}`));
@@ -216,13 +222,14 @@ class Page {
       if (known && JSON.stringify(known.spec) === JSON.stringify(spec)) continue;
       const chart = new Chart(spec, this.shared);
       if (known) { known.element.replaceWith(chart.element); known.destroy(); }
+      else if (spec.id === "reward") this.body.insertBefore(chart.element, this.strip.element);
       else this.section(spec.section).append(chart.element);
       if (!known) this.choices.append(this.choice(spec));
       this.charts.set(spec.id, chart);
       chart.element.hidden = this.left_out.has(spec.id);
     }
     for (const [id, chart] of this.charts) {
-      if (id === "reward" || wanted.has(id)) continue;
+      if (wanted.has(id)) continue;
       chart.element.remove();
       chart.destroy();
       this.charts.delete(id);
@@ -233,6 +240,7 @@ class Page {
     if (!this.sections[name]) {
       const box = make("details", "artnb-section"), grid = make("div", "artnb-grid");
       box.open = true;
+      box.addEventListener("toggle", () => this.draw());
       box.append(make("summary", "", SECTIONS[name] || name), grid);
       this.sections[name] = grid;
       const order = Object.keys(SECTIONS), boxes = [...this.body.querySelectorAll(".artnb-section")];

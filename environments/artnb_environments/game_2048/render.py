@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import Any
 
-from artnb import Trajectory
+from artnb import Trajectory, esc
 
 TILE_COLOURS = ("#eee4da", "#ede0c8", "#f2b179", "#f59563", "#f67c5f", "#f65e3b", "#edcf72", "#edc22e")
 EMPTY_COLOUR = "#cdc1b4"
@@ -50,4 +49,4 @@ def _move_name(move: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    return escape(str(value if value is not None else ""))
+    return esc(value if value is not None else "")

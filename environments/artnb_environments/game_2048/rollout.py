@@ -6,7 +6,7 @@ import random
 from functools import lru_cache
 from typing import Any
 
-from artnb import History, Scenario, Trajectory, Turn
+from artnb import Dialogue, History, Scenario, Trajectory, Turn
 from artnb_environments import read_tagged
 from artnb_environments.game_2048.baselines import greedy_moves
 from artnb_environments.game_2048.episode import Episode, Variant
@@ -111,36 +111,60 @@ async def _take_turn(model: Any, episode: Episode, history: History) -> None:
     """Show the board, ask for a move, play it."""
     variant, items = episode.variant, history.messages_and_choices
     items.append(user_message(episode.game.board, variant))
-    choice = await _ask(model, history, variant)
-    move = read_move(choice, variant)
+    turn = await _ask(model, history, variant)
+    move = read_move(turn, variant)
     if move is None and variant.invalid == "retry":
         episode.invalid += 1
-        items.append(_credited(choice, -1.0, variant))
+        items.append(_credited(turn, -1.0, variant))
         items.append({"role": "user", "content": REMINDER[variant.move_style]})
-        choice = await _ask(model, history, variant)
-        move = read_move(choice, variant)
+        turn = await _ask(model, history, variant)
+        move = read_move(turn, variant)
     credit = episode.fumble() if move is None else episode.play(move)
-    items.append(_credited(choice, credit, variant))
+    items.append(_credited(turn, credit, variant))
 
 
-async def _ask(model: Any, history: History, variant: Variant) -> Any:
-    response = await model.client.chat.completions.create(
-        model=model.name,
-        messages=history.messages(),
-        max_tokens=variant.max_tokens or MAX_TOKENS[variant.move_style],
-        stop=STOP[variant.move_style],
+def dialogue(scenario: Scenario) -> Dialogue:
+    """The same game for a person who watches; every move is answered with the board after it."""
+    episode = Episode(scenario)
+    variant = episode.variant
+
+    def respond(turn: Turn) -> list[dict[str, Any]]:
+        if episode.ended_by:
+            return []
+        move = read_move(turn, variant)
+        _ = episode.fumble() if move is None else episode.play(move)
+        return [] if episode.ended_by else [user_message(episode.game.board, variant)]
+
+    return Dialogue(
+        [*opening(variant), user_message(episode.game.board, variant)],
+        respond,
+        options=_options(variant),
+        forgets=variant.history == "last",
+        score=episode.score,
     )
-    return response.choices[0]
 
 
-def read_move(choice: Any, variant: Variant) -> str | None:
+def _options(variant: Variant) -> dict[str, Any]:
+    """Of every request."""
+    longest = variant.max_tokens or MAX_TOKENS[variant.move_style]
+    return {"max_tokens": longest, "stop": STOP[variant.move_style]}
+
+
+async def _ask(model: Any, history: History, variant: Variant) -> Turn:
+    response = await model.client.chat.completions.create(
+        model=model.name, messages=history.messages(), **_options(variant)
+    )
+    return Turn.from_choice(response.choices[0])
+
+
+def read_move(turn: Turn, variant: Variant) -> str | None:
     """The move that a reply names, or None when it is anything but one move."""
-    text = choice.message.content
+    text = turn.message["content"]
     if variant.move_style == "tag":
-        return read_tagged(text, "move", "|".join(MOVES), cut_off=choice.finish_reason == "length")
+        return read_tagged(text, "move", "|".join(MOVES), cut_off=turn.finish_reason == "length")
     word = (text or "").strip().rstrip(".").lower()
     return word if word in MOVES else None
 
 
-def _credited(choice: Any, credit: float, variant: Variant) -> Any:
-    return Turn.from_choice(choice).with_credit(credit) if variant.credit != "none" else choice
+def _credited(turn: Turn, credit: float, variant: Variant) -> Turn:
+    return turn.with_credit(credit) if variant.credit != "none" else turn

@@ -2,9 +2,9 @@
 
 from importlib.resources import files
 
-from artnb_environments.tool_lookup.rollout import rollout
+from artnb_environments.tool_lookup.rollout import dialogue, rollout
 from artnb_environments.tool_lookup.tools import Variant, baselines, metrics, scenarios
 
 card = files(__name__).joinpath("README.md").read_text(encoding="utf-8")
 
-__all__ = ["Variant", "baselines", "card", "metrics", "rollout", "scenarios"]
+__all__ = ["Variant", "baselines", "card", "dialogue", "metrics", "rollout", "scenarios"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from artnb import Scenario, Trajectory
+from artnb import Dialogue, Scenario, Trajectory, Turn
 from artnb_environments import read_tagged, variant_of
 from artnb_environments.tool_lookup.tools import EXAMPLES, Lookup, Variant, question, result
 
@@ -61,44 +61,75 @@ async def rollout(model: Any, scenario: Scenario) -> Trajectory:
     tools = [PRICE_TOOL] if variant.style == "tools" else None
     trajectory = Trajectory(list(prompt(scenario)), tools=tools, scenario_id=scenario.id)
 
-    choice = await _ask(model, trajectory, variant)
-    item, call_id = read_tool_call(choice) if tools else (_read(choice, "call", r"\w+"), None)
+    turn = await _ask(model, trajectory, variant)
+    item, call_id = read_tool_call(turn.message) if tools else (_read(turn, "call", r"\w+"), None)
     told = shop.call(item)
     if told is not None:
         role = {"role": "tool", "tool_call_id": call_id} if tools else {"role": "user"}
         trajectory.messages_and_choices.append({**role, "content": told})
-        choice = await _ask(model, trajectory, variant)
-        shop.answer(_read(choice, "answer", r"\d+"))
+        turn = await _ask(model, trajectory, variant)
+        shop.answer(_read(turn, "answer", r"\d+"))
     return shop.score(trajectory)
 
 
-async def _ask(model: Any, trajectory: Trajectory, variant: Variant) -> Any:
-    """One request with the conversation so far; the choice joins the trajectory."""
+def dialogue(scenario: Scenario) -> Dialogue:
+    """The same episode for a person who asks for prices; the shop answers every call."""
+    variant = variant_of(scenario, Variant)
+    shop = Lookup(scenario)
+    is_tool = variant.style == "tools"
+
+    def respond(turn: Turn) -> list[dict[str, Any]]:
+        if calls := turn.message.get("tool_calls"):
+            items = [(read_tool_call({"tool_calls": [call]})[0], call["id"]) for call in calls]
+            return [{"role": "tool", "tool_call_id": name, "content": told(item)} for item, name in items]
+        if not is_tool and (item := _read(turn, "call", r"\w+")) is not None:
+            return [{"role": "user", "content": told(item)}]
+        shop.answer(_read(turn, "answer", r"\d+"))
+        return []
+
+    def told(item: str | None) -> str:
+        return shop.call(item) or (f"{item}: not sold here" if item else "this call cannot be read")
+
+    return Dialogue(
+        prompt(scenario),
+        respond,
+        tools=[PRICE_TOOL] if is_tool else None,
+        options=_options(variant),
+        score=shop.score,
+    )
+
+
+def _options(variant: Variant) -> dict[str, Any]:
+    """Of every request."""
+    is_tool = variant.style == "tools"
+    longest = variant.max_tokens or (64 if is_tool else 16)
+    return {"max_tokens": longest, "stop": STOP[1:] if is_tool else STOP}
+
+
+async def _ask(model: Any, trajectory: Trajectory, variant: Variant) -> Turn:
+    """One request with the conversation so far; the turn joins the trajectory."""
     tools = {"tools": trajectory.tools} if trajectory.tools else {}
     response = await model.client.chat.completions.create(
-        model=model.name,
-        messages=trajectory.messages(),
-        max_tokens=variant.max_tokens or (64 if tools else 16),
-        stop=STOP[1:] if tools else STOP,
-        **tools,
+        model=model.name, messages=trajectory.messages(), **_options(variant), **tools
     )
-    trajectory.messages_and_choices.append(response.choices[0])
-    return response.choices[0]
+    turn = Turn.from_choice(response.choices[0])
+    trajectory.messages_and_choices.append(turn)
+    return turn
 
 
-def _read(choice: Any, tag: str, pattern: str) -> str | None:
-    cut_off = choice.finish_reason == "length"
-    return read_tagged(choice.message.content, tag, pattern, cut_off=cut_off)
+def _read(turn: Turn, tag: str, pattern: str) -> str | None:
+    cut_off = turn.finish_reason == "length"
+    return read_tagged(turn.message["content"], tag, pattern, cut_off=cut_off)
 
 
-def read_tool_call(choice: Any) -> tuple[str | None, str | None]:
+def read_tool_call(message: dict[str, Any]) -> tuple[str | None, str | None]:
     """Item and call id of exactly one well-formed call of ``price``, else (None, None)."""
-    calls = choice.message.tool_calls or []
-    if len(calls) != 1 or calls[0].function.name != "price":
+    calls = message.get("tool_calls") or []
+    if len(calls) != 1 or calls[0]["function"]["name"] != "price":
         return None, None
     try:
-        arguments = json.loads(calls[0].function.arguments)
+        arguments = json.loads(calls[0]["function"]["arguments"])
     except ValueError:
         return None, None
     item = arguments.get("item") if isinstance(arguments, dict) else None
-    return (item.strip().lower(), calls[0].id) if isinstance(item, str) else (None, None)
+    return (item.strip().lower(), calls[0]["id"]) if isinstance(item, str) else (None, None)

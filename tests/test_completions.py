@@ -8,7 +8,7 @@ import pytest
 from chat_tokenizers import make_tokenizer
 
 from artnb.backends.fake import FakeBackend
-from artnb.chat import ChatApp, ChatError
+from artnb.completions import ChatApp, ChatError
 from artnb.config import SamplingConfig
 from artnb.errors import NonFiniteLogits
 from artnb.recording import recording

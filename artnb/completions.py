@@ -11,6 +11,7 @@ import json
 import logging
 import re
 import time
+import traceback
 import uuid
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,8 +22,9 @@ from artnb.chat_request import ChatError, ChatRequest, read_request
 from artnb.config import SamplingConfig
 from artnb.errors import CheckpointError, NonFiniteLogits, PromptTooLong, RequestError
 from artnb.prompt_memory import PromptMemory, conversation_keys, next_key
-from artnb.recording import current_recorder, record
+from artnb.recording import current_listener, current_recorder, record
 from artnb.rendering import Renderer
+from artnb.secrets import redact
 from artnb.types import Message, Turn
 
 __all__ = ["ChatApp", "ChatError", "Reply"]
@@ -123,7 +125,7 @@ class ChatApp:
         except RequestError as error:
             return Reply(400, ChatError(400, str(error)).body())
         except Exception as error:  # the caller gets an answer, the log gets the traceback
-            _log.exception("a chat completion failed")
+            _log.error("a chat completion failed: %s", redact(traceback.format_exc()))
             failure = ChatError(500, f"{type(error).__name__}: {error}")
             return Reply(500, failure.body())
 
@@ -242,6 +244,7 @@ class ChatApp:
             top_logprobs=request.top_logprobs,
             request_id=uuid.uuid4().hex[:12],
             structured=request.structured,
+            on_token=current_listener() if request.n == 1 else None,
         )
         started = time.time()
         try:
