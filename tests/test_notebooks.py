@@ -19,6 +19,7 @@ from artnb.errors import ConfigurationError
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("*.ipynb"))
 SHARED = ("base", "run_name", "out_dir", "steps", "scenarios_per_step", "group_size", "seed")
 TRAINING = [path for path in NOTEBOOKS if '"id": "train"' in path.read_text(encoding="utf-8")]
+WITH_BASELINES = [path for path in TRAINING if path.stem in ("quickstart", "2048")]
 TINY = {"steps": 2, "scenarios_per_step": 2, "group_size": 2, "evaluation_scenarios": 4}
 
 
@@ -75,7 +76,7 @@ def test_all_notebooks_begin_with_the_same_installation():
     assert source.index("install()") < source.index("import torch")  # else replacing it asks for a restart
 
 
-@pytest.mark.parametrize("path", TRAINING, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", WITH_BASELINES, ids=lambda path: path.stem)
 def test_a_notebook_runs_through_papermill_on_the_bundled_model(path, tmp_path, capsys):
     result = run_demo(str(path), TINY, tmp_path)
     printed = capsys.readouterr().out
@@ -100,6 +101,23 @@ def test_a_notebook_runs_through_papermill_on_the_bundled_model(path, tmp_path, 
     assert record["status"] == "complete"
     report = next(folder.glob("*/report.html")).read_text(encoding="utf-8")
     assert "evaluation after" in report and "SmolLM2-135M-Instruct" in report
+
+
+def test_the_notebook_without_data_has_tasks_written_and_attempts_judged(tmp_path):
+    result = run_demo("zero_data", TINY | {"evaluation_scenarios": 8}, tmp_path)
+    record = json.loads(result.read_text())
+    assert record["status"] == "complete" and len(record["reward_by_step"]) == 2
+    for evaluation in (record["evaluation"]["before"], record["evaluation"]["after"]):
+        assert evaluation["n"] == 8 and evaluation["low"] <= evaluation["mean_reward"] <= evaluation["high"]
+    folder = next(tmp_path.iterdir())
+    tasks = next(tmp_path.rglob("*-tasks.jsonl")).read_text(encoding="utf-8").splitlines()
+    assert len(tasks) == 6 and len(set(tasks)) == 6
+    executed = {cell.get("id"): cell for cell in read(folder / "zero_data.ipynb").cells}
+    assert "widgets" not in read(folder / "zero_data.ipynb").metadata
+    judged = str(executed["trust"].outputs)
+    assert "pairs ordered rightly" in judged and "1.000 [" in judged, "the script knows the truth"
+    page = next(folder.glob("*/report.html")).read_text(encoding="utf-8")
+    assert "evaluation after" in page and "judge" in page
 
 
 def test_the_sweep_notebook_compares_runs_of_the_bundled_model(tmp_path):
