@@ -144,7 +144,7 @@ async def evaluate(
     ``on_interrupt="return"``; its ``status`` and ``note`` say that it is partial.
     """
     scenarios, started = list(scenarios), time.monotonic()
-    player = model if policy in (None, "current") else PolicyOf(model, str(policy))
+    player = model if policy in (None, "current") else policy_of(model, str(policy))
 
     def summary(groups: Groups) -> Evaluation:
         facts = {"attempts": attempts, "scenarios": len(scenarios), "policy_version": player.policy_version}

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import random
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -17,6 +15,7 @@ from typing import Any
 
 from artnb.criteria import normalised
 from artnb.errors import ConfigurationError, Stopped
+from artnb.judging.answers import json_values
 from artnb.judging.prompt import quoted
 from artnb.judging.referee import JudgeError, Referee
 from artnb.judging.referees import referees
@@ -257,14 +256,7 @@ def _take(text: str, missing: Counter[int], tasks: dict[str, int], rejected: Cou
 
 def _entries(text: str) -> list[Any] | None:
     """The list of tasks in an answer, whatever stands around it."""
-    decoder, at = json.JSONDecoder(), 0
-    while (found := re.search(r"[{\[]", text[at:])) is not None:
-        at += found.start()
-        try:
-            value, at = decoder.raw_decode(text, at)
-        except (ValueError, RecursionError):
-            at += 1
-            continue
+    for value in json_values(text):
         listed = value.get("tasks") if isinstance(value, dict) else value
         if isinstance(listed, list) and listed and isinstance(listed[0], dict):
             return listed

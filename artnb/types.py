@@ -290,6 +290,14 @@ RUN_OF_GATHER: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictiona
 """Id of a gather -> the run that it wrote to: where overrides of its groups are recorded."""
 
 
+def override_reward(trajectory: Trajectory, reward: float | None) -> None:
+    """Give a trajectory a person's reward and keep the one before it; None gives that back."""
+    before = trajectory.metadata.pop(BEFORE_OVERRIDE, trajectory.reward)
+    if reward is not None:
+        trajectory.metadata[BEFORE_OVERRIDE] = before
+    trajectory.reward = before if reward is None else float(reward)
+
+
 @dataclass
 class TrajectoryGroup:
     """Attempts at one scenario that are compared with each other."""
@@ -322,10 +330,7 @@ class TrajectoryGroup:
         trajectory = self.trajectories[index]
         if (run := RUN_OF_GATHER.get(str(self.metadata.get("gather_id")))) is not None:
             run.record_event("override", trajectory=trajectory.id, value=reward, reason=why, step=run.step)
-        before = trajectory.metadata.pop(BEFORE_OVERRIDE, trajectory.reward)
-        if reward is not None:
-            trajectory.metadata[BEFORE_OVERRIDE] = before
-        trajectory.reward = before if reward is None else float(reward)
+        override_reward(trajectory, reward)
 
     @property
     def exceptions(self) -> list[Failure]:

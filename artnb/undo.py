@@ -29,7 +29,7 @@ async def whole_or_not_at_all(backend: Any, work: Callable[[], Coroutine[Any, An
     Raises Interrupted, also when ■ came too late to undo anything: ``partial`` then holds the result.
     Raises RunInUse while another step of this backend is under way.
     """
-    if id(backend) in _under_way:
+    if is_under_way(backend):
         raise RunInUse("a training step of this model is under way already: await it before the next one")
     _under_way.add(id(backend))
     try:
@@ -62,7 +62,7 @@ async def go_back(backend: Any, run: Run, checkpoint: Checkpoint) -> None:
 
     Raises RunInUse while a step is under way, CheckpointError for a checkpoint that cannot be loaded.
     """
-    if id(backend) in _under_way:
+    if is_under_way(backend):
         raise RunInUse("a training step of this model is under way: await it before going back")
     checkpoint.verify()
     version, cursor = policy_version_of(checkpoint), dict(checkpoint.state.get("cursor") or {})

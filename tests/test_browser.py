@@ -54,7 +54,7 @@ async def rollout(model, scenario):
     return trajectory
 
 SCENARIOS = [nb.Scenario(id=f"task {i}" if i else HOSTILE, task={"level": i / 8}) for i in range(8)]
-model = nb.Model(run="browser", root="runs", backend=Telling(delay=0.01))
+model = nb.Model(run="browser", root="runs", backend=Telling(delay=0.01), keep_checkpoints=40)
 model.run.note(HOSTILE)
 """
 SHOW = "nb.Dashboard(model.run, baselines={'random player': 0.12, HOSTILE: 0.3})"

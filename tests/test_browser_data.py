@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 
 import artnb
@@ -373,11 +374,13 @@ def test_texts_of_tokens_come_from_the_tokenizer(tiny_tokenizer: Any) -> None:
 
 
 def test_the_run_s_own_tokenizer_is_found_offline(tiny_model: Path, tmp_path: Path) -> None:
+    import transformers
+
     from artnb.browser.texts import digest
 
     with write_run(tmp_path / "a") as run:
         assert source_of(run).tokens("s0a")["texts"] is None
-    loaded = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tiny_model)
+    loaded = transformers.AutoTokenizer.from_pretrained(tiny_model)
     for name, known in (("b", digest(loaded)), ("c", "another")):
         identity = {"base_model": str(tiny_model), "tokenizer": known}
         with Run.open(name, tmp_path, identity=identity) as run:
@@ -488,7 +491,7 @@ def test_a_selection_is_exported(source: Source, tmp_path: Path) -> None:
     assert source.export(["s0a", "nobody"], "parquet", tmp_path / "a.parquet")["left_out"] == {
         "no longer there": 1
     }
-    table = pytest.importorskip("pyarrow.parquet").read_table(tmp_path / "a.parquet").to_pylist()
+    table = parquet.read_table(tmp_path / "a.parquet").to_pylist()
     assert [(row["id"], row["reward"]) for row in table] == [("s0a", 0.25)]
     with pytest.raises(ConfigurationError, match="kind must be"):
         source.export(query, "csv", tmp_path / "a.csv")

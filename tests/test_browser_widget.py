@@ -25,7 +25,7 @@ from artnb.store import Run
 
 HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
 STATIC = Path(widget.__file__).parent.parent / "ui" / "static"
-SOURCES = sorted(STATIC.glob("browser*.js"))
+SOURCES = [STATIC / "theme.js", *sorted(STATIC.glob("browser*.js"))]
 
 
 class Wire:

@@ -124,7 +124,15 @@ def test_a_dashboard_of_something_else_is_refused():
 
 def test_the_page_sets_text_only_and_loads_nothing():
     folder = Path(widget.__file__).parent.parent / "ui" / "static"
-    for name in ("chart.js", "strip.js", "controls.js", "dashboard.js", "dashboard.css"):
+    for name in (
+        "theme.js",
+        "page.js",
+        "chart.js",
+        "strip.js",
+        "controls.js",
+        "dashboard.js",
+        "dashboard.css",
+    ):
         text = (folder / name).read_text(encoding="utf-8")
         for forbidden in (
             "innerHTML",

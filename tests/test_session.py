@@ -343,36 +343,29 @@ def test_a_second_interrupt_does_not_leave_a_step_half_undone(fresh):
     assert fresh.run(again).endswith("1\n")
 
 
-def test_a_second_interrupt_ends_an_evaluation_as_well(fresh):
+def interrupt_twice_while_it_cleans_up(fresh, code):
     fresh.run("""
 released.clear()
 gathering = sys.modules["artnb.gather"]
 kept, gathering._GRACE_SECONDS = gathering._GRACE_SECONDS, 300.0
 """)
-    cell = fresh.start("await nb.evaluate(stubborn, ['a'], **options)")
+    cell = fresh.start(code)
     cell.prints("begun")
     fresh.interrupt()
     cell.prints("cleaning")
     fresh.interrupt()
     assert cell.reply()["ename"] in ("CancelledError", "KeyboardInterrupt")
     fresh.run("released.set(); gathering._GRACE_SECONDS = kept")
+
+
+def test_a_second_interrupt_ends_an_evaluation_as_well(fresh):
+    interrupt_twice_while_it_cleans_up(fresh, "await nb.evaluate(stubborn, ['a'], **options)")
     again = "print((await nb.evaluate(one_is_quick, ['quick'], **options)).n)"
     assert fresh.run(again) == "1\n"
 
 
 def test_a_second_interrupt_does_not_wait_for_a_rollout_that_cleans_up(fresh):
-    fresh.run("""
-released.clear()
-gathering = sys.modules["artnb.gather"]
-kept, gathering._GRACE_SECONDS = gathering._GRACE_SECONDS, 300.0
-""")
-    cell = fresh.start("await nb.gather(stubborn, ['a'], group_size=1, **options)")
-    cell.prints("begun")
-    fresh.interrupt()
-    cell.prints("cleaning")
-    fresh.interrupt()
-    assert cell.reply()["ename"] in ("CancelledError", "KeyboardInterrupt")
-    fresh.run("released.set(); gathering._GRACE_SECONDS = kept")
+    interrupt_twice_while_it_cleans_up(fresh, "await nb.gather(stubborn, ['a'], group_size=1, **options)")
     assert fresh.run("print(len(await nb.gather(one_is_quick, ['quick'], **options)))") == "1\n"
 
 

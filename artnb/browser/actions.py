@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import time
 import uuid
@@ -14,6 +13,7 @@ from typing import Any
 from artnb.browser.plain import mapping, pretty, sequence
 from artnb.errors import ConfigurationError
 from artnb.store.codec import encode
+from artnb.store.journal import replacing
 from artnb.store.scores import BEFORE_OVERRIDE
 from artnb.store.trajectories import Stored
 from artnb.types import Message, Trajectory, Turn
@@ -125,17 +125,13 @@ def export(records: Iterable[Mapping[str, Any]], kind: str, path: Path) -> dict[
         raise ConfigurationError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
     path = path.expanduser()
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     left_out: dict[str, int] = {}
-    try:
+    with replacing(path) as beside:
         if kind == "parquet":
             count = _write_parquet(records, beside, left_out)
         else:
             line = _jsonl_line if kind == "jsonl" else _sft_line
             count = _write_lines(records, beside, line, left_out)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
     return {"path": str(path), "kind": kind, "count": count, "left_out": left_out}
 
 

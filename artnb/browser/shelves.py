@@ -26,8 +26,7 @@ from artnb.store.index_reader import Index, News
 from artnb.store.journal import Journal, Tail
 from artnb.store.owner import Owner, is_stale, read_owner
 from artnb.store.run import live_run
-from artnb.store.scores import BEFORE_OVERRIDE
-from artnb.types import Trajectory, TrajectoryGroup, Turn
+from artnb.types import Trajectory, TrajectoryGroup, Turn, override_reward
 
 _OWNER_SECONDS = 2.0
 
@@ -296,13 +295,7 @@ class MemoryShelf:
         fields = {"trajectory": trajectory.id, "value": value, "reason": reason}
         self._events.append({"kind": kind, "time": time.time(), **fields})
         if kind == "override":
-            before = trajectory.metadata.get(BEFORE_OVERRIDE, trajectory.reward)
-            if value is None:
-                trajectory.metadata.pop(BEFORE_OVERRIDE, None)
-                trajectory.reward = before
-            else:
-                trajectory.metadata[BEFORE_OVERRIDE] = before
-                trajectory.reward = value
+            override_reward(trajectory, value)
         self._mark = None
         self.refresh()
         return "memory"

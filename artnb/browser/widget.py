@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import importlib.util
 import time
 from collections import deque
-from importlib import resources
 from typing import Any
 
 from artnb.browser.answers import Answers
@@ -20,14 +18,13 @@ from artnb.browser.source import source_of
 from artnb.browser.static_view import browser_html, browser_text
 from artnb.errors import ArtnbError
 from artnb.ui.display import Live, detect, show_widget
+from artnb.ui.live_widget import PATIENCE_SECONDS, make_widget, widget_class
 
 LOOK_SECONDS = 0.5
 """Between looks at a run that may grow."""
 IDLE_SECONDS = 2.0
 TWIN_SECONDS = 10.0
 """Between drawings of the static copy."""
-PATIENCE_SECONDS = 5.0
-"""How long the front end may take to say that it shows the widget."""
 _PAUSE = 0.005
 """Seconds between messages: a server drops what comes faster than a thousand a second."""
 
@@ -90,12 +87,9 @@ class Browser:
             self._start()
 
     def _make_widget(self) -> Any:
-        if importlib.util.find_spec("anywidget") is None:
-            self._note = _UNINSTALLED
-            return None
+        self.widget = self.widget or make_widget(_widget_class, self._hear)
         if self.widget is None:
-            self.widget = _widget_class()()
-            self.widget.on_msg(self._hear)
+            self._note = _UNINSTALLED
         return self.widget
 
     def _draw_twin(self) -> None:
@@ -155,14 +149,13 @@ class Browser:
             self._outbox.append({"type": "trouble", "text": f"{type(error).__name__}: {error}"})
             return False
         self._changes += grew
+        facts = await asyncio.to_thread(self.source.facts)
         if grew and self._views:
-            facts = await asyncio.to_thread(self.source.facts)
             self._outbox.append({"type": "grown", "facts": facts})
         self._fall_back()
         is_due = time.monotonic() - self._twin_drawn >= (TWIN_SECONDS if self._views else IDLE_SECONDS)
         if is_due and (drawing := await asyncio.to_thread(self._drawing)) is not None:
             self._put_twin(*drawing)
-        facts = await asyncio.to_thread(self.source.facts)
         return bool(facts["is_growing"] or facts["indexing"] is not None)
 
     async def _wait(self, seconds: float) -> None:
@@ -218,23 +211,7 @@ class Browser:
 
 
 _SCRIPTS = (
-    *("browser_parts.js", "browser_table.js", "browser_chat.js", "browser_tokens.js"),
+    *("theme.js", "browser_parts.js", "browser_table.js", "browser_chat.js", "browser_tokens.js"),
     *("browser_compare.js", "browser_trajectory.js", "browser.js"),
 )
-"""Concatenated into the widget's one module: no network, no second file to load."""
-
-
-@functools.cache
-def _widget_class() -> type[Any]:
-    import anywidget
-
-    static = resources.files("artnb.ui") / "static"
-
-    def text(name: str) -> str:
-        return (static / name).read_text(encoding="utf-8")
-
-    class BrowserWidget(anywidget.AnyWidget):
-        _esm = "\n".join(map(text, _SCRIPTS))
-        _css = text("browser.css")
-
-    return BrowserWidget
+_widget_class = functools.partial(widget_class, "BrowserWidget", _SCRIPTS, ("browser.css",))

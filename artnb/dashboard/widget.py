@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib import resources
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from artnb.secrets import redact
 from artnb.store import Run
 from artnb.ui.display import Live, Mode, Picture, Slot, after_each_cell, cell_id, detect, show_widget
 from artnb.ui.html import visible
+from artnb.ui.live_widget import PATIENCE_SECONDS, make_widget, widget_class
 
 LIVE_SECONDS = 0.25
 SLOW_SECONDS = 2.0
@@ -34,8 +33,6 @@ MOST_SHARE = 0.01
 TWIN_SECONDS = 10.0
 """Between drawings of the static copy beside a live view; alone, it is drawn twice a second at most."""
 ALONE_SECONDS = 0.5
-PATIENCE_SECONDS = 5.0
-"""How long the front end may take to say that it shows the widget."""
 _LONGEST_NOTE = 2000
 
 _UNANSWERED = (
@@ -146,12 +143,9 @@ class Dashboard:
         return tuple(view.run.path for view in self.views)
 
     def _make_widget(self) -> Any:
-        if importlib.util.find_spec("anywidget") is None:
-            self._note = _UNINSTALLED
-            return None
+        self.widget = self.widget or make_widget(_widget_class, self._hear)
         if self.widget is None:
-            self.widget = _widget_class()()
-            self.widget.on_msg(self._hear)
+            self._note = _UNINSTALLED
         return self.widget
 
     def _show_twin(self, mode: Mode) -> None:
@@ -398,21 +392,10 @@ def _plain_buttons(press: Callable[[str], None]) -> Any:
     return ipywidgets.HBox(buttons)
 
 
-_SCRIPTS: Sequence[str] = ("uPlot.iife.min.js", "chart.js", "strip.js", "controls.js", "dashboard.js")
-"""Concatenated into the widget's one module: no network, no second file to load."""
-
-
-@functools.cache
-def _widget_class() -> type[Any]:
-    import anywidget
-
-    static = resources.files("artnb.ui") / "static"
-
-    def text(name: str) -> str:
-        return (static / name).read_text(encoding="utf-8")
-
-    class DashboardWidget(anywidget.AnyWidget):
-        _esm = "\n".join(map(text, _SCRIPTS))
-        _css = text("uPlot.min.css") + text("dashboard.css")
-
-    return DashboardWidget
+_SCRIPTS = (
+    *("uPlot.iife.min.js", "theme.js", "page.js"),
+    *("chart.js", "strip.js", "controls.js", "dashboard.js"),
+)
+_widget_class = functools.partial(
+    widget_class, "DashboardWidget", _SCRIPTS, ("uPlot.min.css", "dashboard.css")
+)

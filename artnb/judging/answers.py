@@ -79,7 +79,7 @@ def _first_valid(
     if not text or not text.strip():
         raise InvalidAnswer("it is empty")
     complaint = InvalidAnswer("it holds no JSON with scores")
-    for value in _values(text):
+    for value in json_values(text, _Pairs):
         entries = entries_of(value)
         if entries is None:
             continue
@@ -90,9 +90,9 @@ def _first_valid(
     raise complaint
 
 
-def _values(text: str) -> Iterator[Any]:
-    """JSON objects and arrays of a text, outer ones only."""
-    decoder = json.JSONDecoder(object_pairs_hook=_Pairs)
+def json_values(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] = dict) -> Iterator[Any]:
+    """JSON objects and arrays of a text, outer ones only; ``pairs`` makes something of an object's pairs."""
+    decoder = json.JSONDecoder(object_pairs_hook=pairs)
     at = 0
     while (at := min((i for c in "{[" if (i := text.find(c, at)) >= 0), default=-1)) >= 0:
         try:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import html
-import os
-import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artnb.errors import require
 from artnb.store.codec import encode
+from artnb.store.journal import replacing
 
 if TYPE_CHECKING:
     import pandas
@@ -84,12 +83,8 @@ def _without_surrogates(record: dict[str, Any]) -> dict[str, Any]:
 def export_parquet(run: RunFolder, path: Path) -> Path:
     """The columns of trajectories_frame, ``metrics`` and the whole ``trajectory`` as JSON text."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with replacing(path) as beside:
         write_parquet(run.stored(), beside)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
     return path
 
 

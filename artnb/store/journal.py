@@ -38,18 +38,27 @@ def fsync_folder(folder: Path) -> None:
             os.close(handle)
 
 
-def write_atomically(path: Path, text: str) -> Path:
-    """Replace a small file as a whole: a reader sees the old text or the new, never a part."""
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield a path beside this one; what was written there takes its place, or is gone after an error."""
     beside = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
     try:
-        with open(beside, "w", encoding="utf-8") as file:
+        yield beside
+        os.replace(beside, path)
+    except BaseException:
+        with contextlib.suppress(OSError):  # the first error is the one worth reporting
+            beside.unlink(missing_ok=True)
+        raise
+
+
+def write_atomically(path: Path, text: str) -> Path:
+    """Replace a small file as a whole: a reader sees the old text or the new, never a part."""
+    try:
+        with replacing(path) as beside, open(beside, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # the first error is the one worth reporting
-            beside.unlink(missing_ok=True)
         raise describe_disk_error(error, str(path)) from error
     fsync_folder(path.parent)
     return path

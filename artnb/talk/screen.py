@@ -9,25 +9,22 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import importlib.util
 import logging
 import time
 from collections.abc import Mapping
-from importlib import resources
 from typing import TYPE_CHECKING, Any
 
 from artnb.dashboard.protocol import Stream
 from artnb.errors import ArtnbError, Stopped
 from artnb.ui.display import Live, cell_number, detect, show_widget
 from artnb.ui.html import conversation_html, esc
+from artnb.ui.live_widget import PATIENCE_SECONDS, make_widget, widget_class
 from artnb.ui.snapshot import number_text, shorten
 
 if TYPE_CHECKING:
     from artnb.talk.talk import Talk
 
 SEND_SECONDS = 0.25
-PATIENCE_SECONDS = 5.0
-"""How long the front end may take to say that it shows the widget."""
 LONGEST_MESSAGE = 100_000
 """Characters that a person may send at once."""
 
@@ -82,13 +79,11 @@ class Screen:
         self._draw_twin()
 
     def _show_widget(self) -> None:
-        if importlib.util.find_spec("anywidget") is None:
+        self.widget = self.widget or make_widget(_widget_class, self._hear)
+        if self.widget is None:
             self._note = _UNINSTALLED
             return
         self._loop = asyncio.get_running_loop()
-        if self.widget is None:
-            self.widget = _widget_class()()
-            self.widget.on_msg(self._hear)
         show_widget(self.widget)
         self._loop.call_later(PATIENCE_SECONDS, self._fall_back)
 
@@ -242,14 +237,6 @@ class Screen:
         self.changed()
 
 
-@functools.cache
-def _widget_class() -> type[Any]:
-    import anywidget
-
-    static = resources.files("artnb.ui") / "static"
-
-    class TalkWidget(anywidget.AnyWidget):
-        _esm = (static / "talk.js").read_text(encoding="utf-8")
-        _css = (static / "talk.css").read_text(encoding="utf-8")
-
-    return TalkWidget
+_widget_class = functools.partial(
+    widget_class, "TalkWidget", ("theme.js", "page.js", "talk.js"), ("talk.css",)
+)

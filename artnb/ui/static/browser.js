@@ -19,9 +19,7 @@ class Page {
     root.hidden = true; // until there is something to show: a static view may stand in for us
     this.table = new Table(this);
     this.build();
-    this.setTheme();
-    this.themes = new MutationObserver(() => this.setTheme());
-    for (const element of [document.documentElement, document.body]) this.themes.observe(element, { attributes: true });
+    this.endTheme = followTheme(root);
     root.addEventListener("keydown", (event) => this.key(event));
     this.clock = setInterval(() => this.tick(), 500);
   }
@@ -330,15 +328,8 @@ class Page {
     if (this.latest) this.say(this.latest);
   }
 
-  // Light or dark by what is really behind us: JupyterLab, Colab and VS Code say it in different ways.
-  setTheme() {
-    const [red, green, blue] = (getComputedStyle(this.root).backgroundColor.match(/[\d.]+/g) || ["255", "255", "255"]).map(Number);
-    const theme = 0.3 * red + 0.59 * green + 0.11 * blue < 128 ? "dark" : "light";
-    if (this.root.dataset.theme !== theme) this.root.dataset.theme = theme;
-  }
-
   destroy() {
-    this.themes.disconnect();
+    this.endTheme();
     this.table.destroy();
     clearInterval(this.clock);
     clearTimeout(this.typing);

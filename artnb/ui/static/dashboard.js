@@ -79,9 +79,7 @@ class Page {
     root.setAttribute("aria-label", "Training dashboard");
     root.hidden = true; // until there is something to show: a static view may stand in for us
     this.build();
-    this.setTheme();
-    this.themes = new MutationObserver(() => this.setTheme());
-    for (const element of [document.documentElement, document.body]) this.themes.observe(element, { attributes: true });
+    this.endTheme = followTheme(root, () => { for (const chart of this.charts.values()) chart.recolour(); });
   }
 
   build() {
@@ -264,42 +262,11 @@ class Page {
     return label;
   }
 
-  // Light or dark by what is really behind us: JupyterLab, Colab and VS Code say it in different ways.
-  setTheme() {
-    const channels = getComputedStyle(this.root).backgroundColor.match(/[\d.]+/g) || ["255", "255", "255"];
-    const [red, green, blue] = channels.map(Number);
-    const theme = 0.3 * red + 0.59 * green + 0.11 * blue < 128 ? "dark" : "light";
-    if (this.root.dataset.theme === theme) return;
-    this.root.dataset.theme = theme;
-    for (const chart of this.charts.values()) chart.recolour();
-  }
-
   destroy() {
-    this.themes.disconnect();
+    this.endTheme();
     for (const chart of this.charts.values()) chart.destroy();
     if (this.waiting) cancelAnimationFrame(this.waiting);
   }
 }
 
-export default {
-  render({ model, el }) {
-    const view = Math.random().toString(36).slice(2);
-    const root = make("div");
-    el.append(root);
-    const send = (message) => model.send({ ...message, view });
-    const page = new Page(root, send);
-    let asked = 0;
-    const hear = (message) => {
-      if (page.take(message) || performance.now() - asked < 1000) return;
-      asked = performance.now();
-      send({ type: "resync" });
-    };
-    model.on("msg:custom", hear);
-    send({ type: "ready" });
-    return () => {
-      model.off("msg:custom", hear);
-      page.destroy();
-      send({ type: "gone" });
-    };
-  },
-};
+export default widgetOf(Page);

@@ -1,13 +1,6 @@
 // What does the view of a chat do? It takes numbered messages, draws, and sends back what a person says or
 // chooses. Nothing is ever set as HTML: what a model, a tool or a person wrote stands there as text.
 
-function make(tag, kind, text) {
-  const element = document.createElement(tag);
-  if (kind) element.className = kind;
-  if (text !== undefined) element.textContent = text;
-  return element;
-}
-
 // Control and bidi characters, which could make a text look like another one, become visible.
 const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b\u200c\u200e\u200f\u202a-\u202e\u2060-\u206f\ufeff]/g;
 const visible = (text) => String(text).replace(HIDDEN, (c) => `‹U+${c.charCodeAt(0).toString(16).toUpperCase().padStart(4, "0")}›`);
@@ -46,9 +39,7 @@ class Page {
     root.setAttribute("aria-label", "Chat with the policy");
     root.hidden = true; // until there is something to show: a static view may stand in for us
     this.build();
-    this.setTheme();
-    this.themes = new MutationObserver(() => this.setTheme());
-    for (const element of [document.documentElement, document.body]) this.themes.observe(element, { attributes: true });
+    this.endTheme = followTheme(root);
   }
 
   build() {
@@ -178,7 +169,6 @@ class Page {
     const atEnd = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 40;
     const wasBusy = this.root.dataset.busy === "true", isBusy = head.status !== "ready";
     this.root.hidden = false;
-    this.setTheme(); // before it stood in the page, no theme could be seen
     this.root.dataset.busy = String(isBusy);
     this.facts.textContent = visible(head.facts);
     this.status.textContent = head.status;
@@ -266,39 +256,10 @@ class Page {
     this.spoken.textContent = last ? `The model said: ${visible(last.text || last.calls.join(", "))}` : this.answer.textContent;
   }
 
-  // Light or dark by what is really behind us: JupyterLab, Colab and VS Code say it in different ways.
-  setTheme() {
-    const channels = getComputedStyle(this.root).backgroundColor.match(/[\d.]+/g) || ["255", "255", "255"];
-    const [red, green, blue] = channels.map(Number);
-    const theme = 0.3 * red + 0.59 * green + 0.11 * blue < 128 ? "dark" : "light";
-    if (this.root.dataset.theme !== theme) this.root.dataset.theme = theme;
-  }
-
   destroy() {
-    this.themes.disconnect();
+    this.endTheme();
     if (this.waiting) cancelAnimationFrame(this.waiting);
   }
 }
 
-export default {
-  render({ model, el }) {
-    const view = Math.random().toString(36).slice(2);
-    const root = make("div");
-    el.append(root);
-    const send = (message) => model.send({ ...message, view });
-    const page = new Page(root, send);
-    let asked = 0;
-    const hear = (message) => {
-      if (page.take(message) || performance.now() - asked < 1000) return;
-      asked = performance.now();
-      send({ type: "resync" });
-    };
-    model.on("msg:custom", hear);
-    send({ type: "ready" });
-    return () => {
-      model.off("msg:custom", hear);
-      page.destroy();
-      send({ type: "gone" });
-    };
-  },
-};
+export default widgetOf(Page);
