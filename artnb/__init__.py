@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 from artnb import criteria, scenarios
 from artnb.clean import clean_notebook
 from artnb.config import LoraConfig, SamplingConfig, TrainConfig
+from artnb.dialogue import Dialogue, rollout_of
 from artnb.doctor import doctor
-from artnb.environments import Dialogue, Environment, available_environments, load_environment
+from artnb.environments import Environment, available_environments, load_environment
 from artnb.errors import (
     ArtnbError,
     CheckpointError,
@@ -137,6 +138,7 @@ __all__ = [
     "plan",
     "policy_of",
     "report",
+    "rollout_of",
     "run",
     "run_root",
     "scenarios",

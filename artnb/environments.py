@@ -17,8 +17,9 @@ An environment is a subpackage with these names:
     Names of the metrics that every trajectory carries, the README text, and
     ``render(trajectory) -> str``, HTML for the browser; every text of others passes through ``artnb.esc``.
 ``dialogue(scenario) -> Dialogue`` (optional)
-    The same episode for ``artnb.chat``, move by move: what the agent reads first, and what the
-    environment answers it.
+    An episode move by move: what the agent reads first, and what the environment answers it.
+    ``artnb.chat`` plays it with a person, and ``rollout = artnb.rollout_of(dialogue)`` is all the rollout
+    that most environments need.
 """
 
 from __future__ import annotations
@@ -34,29 +35,11 @@ from importlib.metadata import entry_points
 from types import ModuleType
 from typing import Any
 
+from artnb.dialogue import Dialogue
 from artnb.errors import ConfigurationError
-from artnb.types import Message, Scenario, Trajectory, Turn
+from artnb.types import Scenario, Trajectory
 
 ENTRY_POINT_GROUP = "artnb.environments"
-
-
-@dataclass
-class Dialogue:
-    """One episode that a person may follow, and speak in, move by move; see ``artnb.chat``."""
-
-    messages: list[Message]
-    """What the agent reads before its first move."""
-    respond: Callable[[Turn], list[Message]]
-    """What the environment says to a move: results of its tool calls, the next observation. Nothing when
-    it is the person's turn, or the episode has ended."""
-    tools: list[dict[str, Any]] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Of every request, as the rollout makes it: ``max_tokens``, ``stop``."""
-    forgets: bool = False
-    """True when the agent sees, of all that the environment has said, the latest answer only: each answer
-    then begins a conversation anew, from all ``messages`` but the last."""
-    score: Callable[[Trajectory], object] | None = None
-    """Writes reward and metrics, as they stand, onto the trajectory."""
 
 
 @dataclass(frozen=True)

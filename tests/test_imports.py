@@ -55,7 +55,7 @@ PUBLIC = {
         "report",
     ),
     *("parameters", "schedule", "plan", "doctor", "run_root", "esc", "clean_notebook", "sweep"),
-    *("load_environment", "available_environments"),
+    *("load_environment", "available_environments", "rollout_of"),
     # errors
     *("ArtnbError", "MissingDependency", "ConfigurationError", "RequestError", "PromptTooLong"),
     *("NonFiniteLogits", "RunFailed", "RunInUse", "RunMismatch", "CheckpointError", "StalePolicy"),
@@ -72,7 +72,7 @@ HEAVY = (
 LAYERS = (
     ("types", "errors", "config", "sizes", "places", "secrets"),
     ("ui", "prompt_memory", "recording"),
-    ("store", "report", "parameters", "environments", "clean"),
+    ("store", "report", "parameters", "dialogue", "environments", "clean"),
     ("schedule", "draw", "advantage", "batch", "packing"),
     ("logprobs", "loss"),
     ("architecture", "memory"),

@@ -6,12 +6,10 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from artnb.environments import Dialogue
+from artnb.dialogue import Dialogue, Item
 from artnb.prompt_memory import PromptMemory
 from artnb.types import History, Message, Trajectory, Turn
 from artnb.ui.snapshot import trajectory_snapshot
-
-Item = Message | Turn
 
 
 class Conversation:
@@ -63,14 +61,12 @@ class Conversation:
             history.pop()
         history.append({"role": "user", "content": text})
 
-    def move(self, turn: Turn) -> list[Message]:
+    async def move(self, turn: Turn) -> list[Message]:
         """Add the model's move and what the environment says to it; returns the latter."""
-        self.histories[-1].append(turn)
-        told = self.dialogue.respond(turn) if self.dialogue else []
-        if told and self.dialogue and self.dialogue.forgets:
-            self.histories.append([*self.dialogue.messages[:-1]])
-        self.histories[-1] += told
-        return told
+        if self.dialogue is None:
+            self.histories[-1].append(turn)
+            return []
+        return await self.dialogue.move(self.histories, turn)
 
     def items(self) -> list[Item]:
         """Everything once, what every history begins with included."""

@@ -276,7 +276,7 @@ class Talk:
             while moves < self.max_moves:
                 turn = await self._move()
                 moves += 1
-                told = said.move(turn)
+                told = await said.move(turn)
                 self.screen.changed()
                 if not told:
                     break
