@@ -294,7 +294,7 @@ def _training(setting: Setting) -> list[Item]:
     own = min(tokens - setting.shared, setting.group_size * (setting.context - setting.shared))
     seen = max(own * setting.context if setting.shared else setting.context**2, setting.shared**2)
     most = max(SCORES_ON_GPU if setting.on_gpu else SCORES_ON_CPU, a.heads * SMALLEST_BLOCK * setting.context)
-    scores, each = min(a.heads * seen, most), 8 if size == 4 else 2 * size + 8
+    scores, each = min(a.heads * seen, most), 2 * size
     how = f"{scores:,} at a time * {each} bytes: scores and their gradients"
     items.append(Item("attention scores", scores * each, "training", how))
     rows = min(CHUNK, setting.batch_sampled)

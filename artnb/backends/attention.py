@@ -181,28 +181,17 @@ class _Tile:
         return own, torch.bmm(x.view(heads, -1, dim).transpose(1, 2), of_past)
 
     def probabilities(
-        self, q: torch.Tensor, k: torch.Tensor, past: torch.Tensor | None, room: _Room
+        self, q: torch.Tensor, k: torch.Tensor, past: torch.Tensor | None, room: torch.Tensor
     ) -> torch.Tensor:
-        """q (KV, rows, M, D) scaled -> float32 (KV, rows, M, A + E), in ``room``."""
-        scores = self.products(q, k, past, room.low[0])
-        wide = _like(scores, room.wide[0]).copy_(scores)
-        wide[..., -self.width :].view(*q.shape[:2], -1, self.width, self.width).add_(self.bias)
-        return torch.softmax(wide, -1, out=wide)
+        """q (KV, rows, M, D) scaled -> (KV, rows, M, A + E), in ``room``.
 
-
-class _Room:
-    """Buffers for one tile's scores, used again and again: fresh pages cost more than the arithmetic."""
-
-    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        wide = torch.promote_types(dtype, torch.float32)
-        self.low = [torch.empty(size, dtype=dtype, device=device) for _ in range(2)]
-        self.wide = (
-            self.low if wide == dtype else [torch.empty(size, dtype=wide, device=device) for _ in range(2)]
-        )
-
-
-def _like(x: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    return room[: x.numel()].view(x.shape)
+        The softmax of a narrow dtype is computed in float32 and rounded once.
+        """
+        scores = self.products(q, k, past, room)
+        if self.bias.dtype != scores.dtype:
+            self.bias = self.bias.to(scores.dtype)
+        scores[..., -self.width :].view(*q.shape[:2], -1, self.width, self.width).add_(self.bias)
+        return torch.softmax(scores, -1, out=scores)
 
 
 class TreePlan:
@@ -214,23 +203,25 @@ class TreePlan:
     def __init__(self, segments: Sequence[tuple[int, int, int]], device: torch.device | None = None) -> None:
         self.segments, self.device = list(segments), device
         self._tiles: dict[int, list[_Tile]] = {}
-        self._room: _Room | None = None
+        self._room: list[torch.Tensor] = []
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float
     ) -> torch.Tensor:
         return _TreeAttention.apply(query, key, value, scaling, self)
 
-    def tiles(self, query: torch.Tensor) -> tuple[list[_Tile], _Room]:
-        """The work for so many heads, and room for the largest part of it."""
+    def tiles(self, query: torch.Tensor) -> tuple[list[_Tile], list[torch.Tensor]]:
+        """The work for so many heads, and twice the room for the scores of the largest part of it, used
+        again and again: fresh pages cost more than the arithmetic."""
         heads = query.shape[1]
         if heads not in self._tiles:
             scores = SCORES_ON_CPU if query.device.type == "cpu" else SCORES_ON_GPU
             self._tiles[heads] = self._cut(scores // heads)
-            self._room = None
+            self._room = []
         tiles = self._tiles[heads]
-        if self._room is None or self._room.low[0].dtype != query.dtype:
-            self._room = _Room(max(tile.scores(heads) for tile in tiles), query.dtype, query.device)
+        if not self._room or self._room[0].dtype != query.dtype:
+            most = max(tile.scores(heads) for tile in tiles)
+            self._room = [torch.empty(most, dtype=query.dtype, device=query.device) for _ in range(2)]
         return tiles, self._room
 
     def _cut(self, most: int) -> list[_Tile]:
@@ -298,8 +289,7 @@ class _TreeAttention(torch.autograd.Function):
         tiles, room = plan.tiles(query)
         for tile in tiles:
             q = tile.queries_of(query, key.shape[1]) * scaling
-            p = tile.probabilities(q, *tile.keys_of(key), room)
-            p = _like(p, room.low[0]).copy_(p)
+            p = tile.probabilities(q, *tile.keys_of(key), room[0])
             tile.put_queries(output, tile.sums(p, *tile.keys_of(value)))
         return output
 
@@ -318,11 +308,9 @@ class _TreeAttention(torch.autograd.Function):
                 padding = ~tile.real.view(1, tile.rows, 1, tile.width, 1)
                 grad.view(kv_heads, tile.rows, -1, tile.width, grad.shape[-1]).masked_fill_(padding, 0)
             k, v = tile.keys_of(key), tile.keys_of(value)
-            p = tile.probabilities(q, *k, room)
-            d_p = tile.products(grad, *v, room.low[1])
-            d_p = _like(d_p, room.wide[1]).copy_(d_p)
-            torch.ops.aten._softmax_backward_data.out(d_p, p, -1, p.dtype, grad_input=d_p)
-            p, d_s = _like(p, room.low[0]).copy_(p), _like(d_p, room.low[1]).copy_(d_p)
+            p = tile.probabilities(q, *k, room[0])
+            d_s = tile.products(grad, *v, room[1])
+            torch.ops.aten._softmax_backward_data.out(d_s, p, -1, p.dtype, grad_input=d_s)
             tile.put_queries(d_query, tile.sums(d_s, *k) * ctx.scaling)
             tile.add_keys(d_key, *tile.sums_by_key(q, d_s))
             tile.add_keys(d_value, *tile.sums_by_key(grad, p))
