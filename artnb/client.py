@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from artnb.completions import ChatApp, Reply
+from artnb.turnstile import take_turn
 
 if TYPE_CHECKING:
     import openai
@@ -45,6 +46,7 @@ def async_client(app: ChatApp) -> openai.AsyncOpenAI:
 
     @functools.wraps(create)
     async def quick_create(**body: Any) -> Any:
+        await take_turn()
         return await create(**_past_the_transform(body))
 
     client.chat.completions.create = quick_create  # type: ignore[method-assign]

@@ -25,6 +25,7 @@ from artnb.prompt_memory import PromptMemory, conversation_keys, next_key
 from artnb.recording import current_listener, current_recorder, record
 from artnb.rendering import Renderer
 from artnb.secrets import redact
+from artnb.turnstile import take_turn
 from artnb.types import Message, Turn
 
 __all__ = ["ChatApp", "ChatError", "Reply"]
@@ -157,6 +158,7 @@ class ChatApp:
         sampling = self._fit(request, len(prompt.ids))
         samples = [self._sample(request, prompt.ids, sampling, policy, i) for i in range(request.n)]
         results = [await samples[0]] if request.n == 1 else await _together(samples)
+        await take_turn()  # the answers of a batch come all at once
         choices = [
             self._choice(request, index, prompt, result, policy) for index, result in enumerate(results)
         ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from tiny import make_tiny_tokenizer, write_tiny_model
 
 # A shell that starts this in the background has it ignore ctrl-c, and so would every process under test.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -27,13 +28,6 @@ collect_ignore = [
 settings.register_profile("artnb", deadline=None)
 settings.load_profile("artnb")
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + (message['content'] or '') + '<|im_end|>\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
 
 @pytest.fixture(scope="session")
 def repository() -> Path:
@@ -43,54 +37,14 @@ def repository() -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_tokenizer() -> Any:
-    """A byte-level tokenizer with a ChatML template: 256 bytes and three special tokens, no merges."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
-    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token="<|endoftext|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = CHATML
-    return tokenizer
+    """See tiny.make_tiny_tokenizer."""
+    return make_tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")
 def tiny_model(tiny_tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a random two-layer Llama in fp32: the mechanics of a model, none of its knowledge."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=len(tiny_tokenizer),
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.12,  # large enough that every context token moves the next one's distribution
-        tie_word_embeddings=True,
-        bos_token_id=tiny_tokenizer.bos_token_id,
-        eos_token_id=tiny_tokenizer.eos_token_id,
-        pad_token_id=tiny_tokenizer.pad_token_id,
-    )
-    folder = tmp_path_factory.mktemp("tiny-llama")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        LlamaForCausalLM(config).save_pretrained(folder)
-    tiny_tokenizer.save_pretrained(folder)
-    return folder
+    """Folder of tiny.write_tiny_model's."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny-llama"), tiny_tokenizer)
 
 
 @pytest.fixture

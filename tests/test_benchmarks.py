@@ -29,6 +29,7 @@ ROWS = {
         *("client_over_raw", "raw_over_generate", "prompt", "computed_prompt", "share_of_limit"),
     },
     "gather": {"turns", "sampled_tokens", "gather_seconds", "raw_seconds", "gather_over_raw"},
+    "load": {"rollouts", "failed", "seconds", "turns_per_second", "lag_p99_ms", "lag_max_ms"},
     "judge": {"judge", "pairs_right", "consistent", "useless", "verdicts", "tokens"},
     "train_step": {
         *("share_prefixes", "seconds", "row_tokens_per_second", "packed_tokens", "peak_memory_gib"),
@@ -38,6 +39,7 @@ ROWS = {
 TOTALS = {
     "engine": {"matmul_tflops", "dtype"},
     "gather": {"gather_over_raw", "turns_per_second"},
+    "load": {"growth", "worst_lag_p99_ms"},
     "judge": {"groups", "samples"},
     "train_step": {"matmul_tflops", "prefix_sharing_gain"},
 }
