@@ -47,6 +47,7 @@ check: $(VENV)/.artnb-test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) tests/audit.py
 
 notebooks: $(VENV)/.artnb-$(MODEL)
 	@set -e; for notebook in notebooks/*.ipynb; do $(PY) -m artnb.demo "$$notebook" $(ARGS); done

@@ -27,6 +27,9 @@ _SHORTEST = 8
 _found: dict[str, str] = {}
 """Name -> value that a service gave."""
 
+_given: dict[str, str] = {}
+"""Value -> name, of keys that were handed over as arguments, or made here."""
+
 
 def secret(name: str) -> str | None:
     """The value of a key such as ``OPENAI_API_KEY``, or None where nobody has one.
@@ -44,6 +47,12 @@ def secret(name: str) -> str | None:
     return value or None
 
 
+def keep_secret(name: str, value: str) -> str:
+    """Let ``redact`` take a key out of texts that was given as an argument, or made here; returns it."""
+    _given[value] = name
+    return value
+
+
 def how_to_set(name: str) -> str:
     """What to tell a user whose key is missing: a sentence without its full stop."""
     stores = {
@@ -57,16 +66,17 @@ def how_to_set(name: str) -> str:
 def redact(text: str) -> str:
     """The text with the name of a key in place of its value, for every key that this process knows.
 
-    Those are what ``secret`` returned, and the environment's variables whose names say key, token, secret or
-    password.
+    Those are what ``secret`` returned and ``keep_secret`` was told, and the environment's variables whose
+    names say key, token, secret or password.
 
     >>> os.environ["EXAMPLE_API_KEY"] = "sk-0123456789"
     >>> redact("401: sk-0123456789 is not known")
     '401: [EXAMPLE_API_KEY] is not known'
     >>> del os.environ["EXAMPLE_API_KEY"]
     """
-    known = {name: value for name, value in os.environ.items() if _KEYLIKE.search(name)} | _found
-    for name, value in sorted(known.items(), key=lambda item: -len(item[1])):  # one may begin with another
+    known = [(name, value) for name, value in os.environ.items() if _KEYLIKE.search(name)]
+    known += [*_found.items(), *((name, value) for value, name in _given.items())]
+    for name, value in sorted(known, key=lambda item: -len(item[1])):  # one may begin with another
         if len(value) >= _SHORTEST:
             text = text.replace(value, f"[{name}]")
     return text

@@ -14,12 +14,15 @@ from typing import Any
 
 from artnb.completions import ChatApp, ChatError, Reply
 from artnb.errors import ArtnbError, require
+from artnb.secrets import keep_secret
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 _MAX_BODY = 64 * 2**20
 """Bytes of a request body."""
+_MOST_CONNECTIONS = 512
+"""Callers at once; the next is told 503, which clients try again."""
 
 
 @dataclass
@@ -30,6 +33,14 @@ class Server:
     api_key: str = field(repr=False)
     _uvicorn: Any = field(repr=False)
     _thread: threading.Thread = field(repr=False)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1].split("/")[0])
+
+    @property
+    def is_open(self) -> bool:
+        return self._thread.is_alive()
 
     def close(self) -> None:
         """Stop serving and wait for the thread. Idempotent."""
@@ -59,9 +70,14 @@ def serve(app: ChatApp, port: int | None = None) -> Server:
     except OSError as error:
         listener.close()
         raise ArtnbError(f"port {port} is taken; pass port=None for a free one") from error
-    api_key = secrets.token_urlsafe(32)
+    api_key = keep_secret("server's token", secrets.token_urlsafe(32))
     config = uvicorn.Config(
-        asgi_app(app, api_key), log_level="error", access_log=False, lifespan="off", ws="none"
+        asgi_app(app, api_key),
+        log_level="error",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        limit_concurrency=_MOST_CONNECTIONS,
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from artnb.errors import ArtnbError, ConfigurationError
+from artnb.secrets import redact
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds before the second try of a busy endpoint, and at most between two tries."""
@@ -144,7 +145,7 @@ class Referee:
 def _reply(completion: Any) -> tuple[str, str, int, int]:
     choices = getattr(completion, "choices", None)
     if not choices:
-        said = str(completion)[:100]
+        said = redact(str(completion))[:100]
         raise _NoCompletion(f"the endpoint's answer is no chat completion: {said!r}")
     choice, usage = choices[0], getattr(completion, "usage", None)
     refusal = getattr(choice.message, "refusal", None)
@@ -196,7 +197,8 @@ def _words(error: Exception, timeout: float) -> str:
         return f"no answer within {timeout:g} s"
     status = _status(error)
     kind = f"status {status}" if status is not None else type(error).__name__
-    return f"{kind}: {' '.join(str(error).split())[:300]}"
+    said = redact(" ".join(str(error).split()))  # some endpoints repeat the headers that they got
+    return f"{kind}: {said[:300]}"
 
 
 def _fatal(error: Exception, name: str, problem: str) -> JudgeError:

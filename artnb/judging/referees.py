@@ -8,7 +8,7 @@ from typing import Any
 
 from artnb.errors import ConfigurationError
 from artnb.judging.referee import Referee
-from artnb.secrets import how_to_set, secret
+from artnb.secrets import how_to_set, keep_secret, secret
 
 _KEY = "OPENAI_API_KEY"
 _LOCAL = ("http://localhost", "http://127.0.0.1", "http://[::1]")
@@ -70,6 +70,7 @@ def endpoint(
             f"judge {model!r} needs a key: {how_to_set(_KEY)}, or pass api_key=. "
             "judge=None lets the model in this kernel judge, without a key"
         )
+    keep_secret("api_key", key)
     client = openai.AsyncOpenAI(api_key=key, base_url=base_url, max_retries=0, timeout=None)
     identity = {"endpoint": str(client.base_url), "model": model}
     return Referee(name=model, model=model, client=client, identity=identity, **settings)
