@@ -61,13 +61,14 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+PRICES = [f"artnb_environments/finance_mcp/data/{name}" for name in ("stocks.csv.gz", "LICENSE.md")]
 CONSTRAINTS = [f"artnb/constraints/constraints-{image}.txt" for image in ("colab", "kaggle", "t4")]
 
 
 def test_the_wheel_holds_the_package_the_environments_and_their_data(built):
     names = set(zipfile.ZipFile(next(built.glob("*.whl"))).namelist())
     files = ("artnb/__init__.py", "artnb/ui/html.py", "artnb_environments/tool_lookup/README.md")
-    for wanted in (*files, *CONSTRAINTS):
+    for wanted in (*files, *PRICES, *CONSTRAINTS):
         assert wanted in names
     assert {name.split("/")[0].split("-")[0] for name in names} == {"artnb", "artnb_environments"}
     assert not [name for name in names if "__pycache__" in name or name.startswith("tests")]
@@ -78,7 +79,8 @@ def test_the_sdist_holds_what_the_tests_and_the_demo_need(built):
         members = archive.getnames()
     names = {name.split("/", 1)[1] for name in members if "/" in name}
     files = ("Makefile", "LICENSE", "constraints-cpu.txt", "notebooks/quickstart.ipynb", ".ci/run")
-    for wanted in (*files, *CONSTRAINTS, "tests/data/images/metadata.json"):
+    prices = [f"environments/{name}" for name in PRICES]
+    for wanted in (*files, *prices, *CONSTRAINTS, "tests/data/images/metadata.json"):
         assert wanted in names
     assert not [name for name in names if name.startswith((".venv", "out/", "runs/"))]
 
