@@ -456,6 +456,17 @@ async def test_the_text_style_needs_no_tool_calls() -> None:
     assert not cut.metrics["answered"]
 
 
+async def test_metrics_count_turns_bad_calls_tokens_and_time() -> None:
+    (scenario,) = load_environment("email_search", invalid="retry", max_turns=4).scenarios("test", 1)
+    script = iter(
+        ["hello", [("search_emails", "no json")], [("search_emails", '{"keywords": ["vests"]}')] * 2]
+    )
+    trajectory = await play(scenario, lambda _: next(script, [("read_email", '{"message_id": "m1"}')]))
+    got = trajectory.metrics
+    assert (got["turns"], got["calls"], got["bad_calls"], got["bad_call_rate"]) == (4, 3, 2, 0.5)
+    assert (got["tokens_read"], got["tokens_written"], got["seconds"], got["dont_know"]) == (20, 8, 0, 0)
+
+
 @pytest.mark.parametrize("style", ["tools", "text"])
 def test_all_of_the_prompt_but_the_question_is_the_same_everywhere(style: str) -> None:
     environment = load_environment("email_search", style=style, examples=2, messages=60)

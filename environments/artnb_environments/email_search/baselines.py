@@ -22,6 +22,8 @@ _GENERAL = """
     were what when where which who whom will with would number
 """
 _STOP_WORDS = frozenset(_GENERAL.split())
+TEXT_HITS = 3
+"""Mails that a search shows in the text style."""
 _DEPTH = 10
 """Hits that a scripted player looks through for a value of the type asked for."""
 
@@ -33,12 +35,16 @@ def keywords_of(question: str) -> list[str]:
 
 def newest_hits(episode: Episode) -> list[Hit]:
     """Mails with as many of the question's keywords as still give a hit, newest first."""
+    words = newest_words(episode)
+    return _search(episode, words, False) if words else []
+
+
+def newest_words(episode: Episode) -> list[str]:
+    """The question's keywords that occur, without the first ones until some mail holds them all."""
     words = [word for word in keywords_of(episode.task["question"]) if _search(episode, [word], False)]
-    while words:
-        if hits := _search(episode, words, False):
-            return hits
+    while words and not _search(episode, words, False):
         words.pop(0)  # a question begins with its general words and ends with names
-    return []
+    return words
 
 
 def bm25_hits(episode: Episode) -> list[Hit]:
@@ -48,15 +54,13 @@ def bm25_hits(episode: Episode) -> list[Hit]:
 
 def _search(episode: Episode, words: list[str], is_any: bool) -> list[Hit]:
     day = episode.task["day"]
-    return episode.store.search(
-        episode.owner.address, words, until=day, any_keyword=is_any, max_results=_DEPTH
-    )
+    return episode.store.search(episode.inbox, words, until=day, any_keyword=is_any, max_results=_DEPTH)
 
 
 def first_value(episode: Episode, hits: list[Hit]) -> tuple[str, list[str]]:
     """The first value of the type asked for in the first hit that holds one, and that mail."""
     for hit in hits:
-        mail = episode.store.read(episode.owner.address, hit.message_id)
+        mail = episode.store.read(episode.inbox, hit.message_id)
         if mail is not None and (value := _value_of(episode, mail)):
             return value, [mail.id]
     return DONT_KNOW, []
@@ -95,8 +99,14 @@ class _Player:
 
     def call(self, name: str, **arguments: Any) -> str:
         number, text = self.episode.calls, json.dumps(arguments)
-        call = {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": text}}
         told = self.episode.call(name, text)
+        if self.episode.task["style"] == "text":
+            self.trajectory.messages_and_choices += [
+                {"role": "assistant", "content": as_text(name, arguments)},
+                {"role": "user", "content": told},
+            ]
+            return told
+        call = {"id": f"call_{number}", "type": "function", "function": {"name": name, "arguments": text}}
         self.trajectory.messages_and_choices += [
             {"role": "assistant", "content": "", "tool_calls": [call]},
             {"role": "tool", "tool_call_id": call["id"], "content": told},
@@ -110,6 +120,33 @@ class _Player:
         return self.episode.score(self.trajectory)
 
 
+def as_text(name: str, arguments: dict[str, Any]) -> str:
+    """A call in the text style, whose search knows no filters."""
+    if name == "search_emails":
+        return f"<call>search {' '.join(arguments['keywords'])}</call>"
+    if name == "read_email":
+        return f"<call>read {arguments['message_id']}</call>"
+    return f"<answer>{' '.join([arguments['answer'], *arguments['sources']])}</answer>"
+
+
+def demonstrate(scenario: Scenario) -> list[dict[str, Any]]:
+    """What a good player says and reads after the question, to learn from before reinforcement.
+
+    In the text style: a search for the words that find the newest hit, a look at the source where the hits do
+    not tell, and the answer. Else the oracle's calls.
+    """
+    if scenario.task["style"] != "text":
+        return _oracle(scenario).messages()[1:-1]
+    player, task = _Player(scenario), scenario.task
+    words = newest_words(player.episode) or keywords_of(task["question"])
+    told = player.call("search_emails", keywords=words, max_results=TEXT_HITS)
+    for source, part in zip(task["sources"], task["parts"], strict=False):
+        if part not in told:
+            player.call("read_email", message_id=source)
+    player.call("return_final_answer", answer=task["answer"], sources=task["sources"])
+    return player.trajectory.messages()[1:-1]
+
+
 def _random(scenario: Scenario) -> Trajectory:
     """Searches for one word of the question and answers with a value of any hit."""
     player, draw = _Player(scenario), random.Random(scenario.seed)
@@ -118,7 +155,7 @@ def _random(scenario: Scenario) -> Trajectory:
     hits = sorted(player.episode.found)
     draw.shuffle(hits)
     for hit in hits:
-        mail = player.episode.store.read(player.episode.owner.address, hit)
+        mail = player.episode.store.read(player.episode.inbox, hit)
         if mail is not None and (value := _value_of(player.episode, mail)):
             return player.read_and_answer(value, [hit])
     return player.read_and_answer(DONT_KNOW, [])
@@ -138,7 +175,7 @@ def _oracle(scenario: Scenario) -> Trajectory:
     """Knows which mails to look for, finds each by its own subject and day, and what they add up to."""
     player = _Player(scenario)
     for source in scenario.task["sources"]:
-        mail = player.episode.store.read(player.episode.owner.address, source)
+        mail = player.episode.store.read(player.episode.inbox, source)
         assert mail is not None, "a source stands in the inbox"
         words = re.findall(r"[A-Za-z]\w+", mail.subject)
         player.call("search_emails", keywords=words, from_addr=mail.from_address, sent_after=mail.date[:10])

@@ -9,6 +9,7 @@ from datetime import datetime
 from artnb import Trajectory
 from artnb_environments.email_search.questions import DONT_KNOW
 
+_WORD = r"\w+"
 _YEAR = "january february march april may june july august september october november december"
 _MONTHS = _YEAR.split()
 _MONTH = "|".join(f"{month[:3]}(?:{month[3:]})?" for month in _MONTHS)
@@ -19,6 +20,7 @@ _DAY_MONTH = rf"\b(\d{{1,2}})(?:st|nd|rd|th)?(?: of)? ({_MONTH})\.?(?:,? (\d{{4}
 _MONTH_DAY = rf"\b({_MONTH})\.? (\d{{1,2}})(?:st|nd|rd|th)?(?:,? (\d{{4}}))?\b"
 _ISO = r"\b(\d{4})-(\d{2})-(\d{2})\b"
 _UNKNOWN = re.compile(r"\b(do not|don['’]?t|does not|cannot|can['’]?t) (know|say|tell)\b", re.I)
+_FEW_WORDS = 8
 LONGEST_ANSWER = 2000
 """Characters of an answer that are read; a longer one is wrong."""
 
@@ -31,7 +33,8 @@ def values_in(kind: str, text: str, names: Sequence[str] = ()) -> set[str]:
     >>> values_in("date", "on March 3rd, 2025") == values_in("date", "2025-03-03")
     True
 
-    ``names``: the people there are, for ``person``; a last name alone stands for its bearer.
+    A ``phrase`` is all of the text. ``names``: the people there are, for ``person``; a last name alone
+    stands for its bearer.
     """
     text = text.lower()
     if kind == "money":
@@ -48,6 +51,8 @@ def values_in(kind: str, text: str, names: Sequence[str] = ()) -> set[str]:
         return {f"{letters}-{digits}" for letters, digits in re.findall(r"\b([a-z]{2})[- ]?(\d{4})\b", text)}
     if kind == "place":
         return set(re.findall(r"\broom (\w+)", text))
+    if kind == "phrase":
+        return {" ".join(re.findall(r"\w+", text))} - {""}
     words = set(re.findall(r"\w+", text))
     return {name.lower() for name in names if name.lower().split()[-1] in words}
 
@@ -83,13 +88,25 @@ def is_correct(answer: str, truth: str, kind: str, context: str, names: Sequence
     """
     if len(answer) > LONGEST_ANSWER:
         return False
+    if kind == "phrase" and truth != DONT_KNOW:
+        return _holds_phrase(answer, truth)
     found = values_in(kind, answer, names)
+    if truth == DONT_KNOW and kind == "phrase":  # any other words could be a value
+        return says_unknown(answer) and len(answer.split()) <= _FEW_WORDS
     if truth == DONT_KNOW:
         return says_unknown(answer) and not found - values_in(kind, context, names)
     (true,) = values_in(kind, truth, names)
     same = {true, "*" + true[4:]} if kind == "date" else {true}
     rivals = found - same - values_in(kind, context, names)
     return bool(found & same) and not rivals and not says_unknown(answer)
+
+
+def _holds_phrase(answer: str, truth: str) -> bool:
+    """Whether the words of the truth stand in the answer, in order and side by side, among few others."""
+    said, true = (f" {' '.join(re.findall(_WORD, text.lower()))} " for text in (answer, truth))
+    return (
+        true.strip() != "" and true in said and len(said) <= 3 * len(true) + 60 and not says_unknown(answer)
+    )
 
 
 def precision_recall(given: Iterable[str], true: Iterable[str]) -> tuple[float, float]:

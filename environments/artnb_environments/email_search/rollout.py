@@ -6,8 +6,9 @@ import json
 import re
 from typing import Any
 
-from artnb import Dialogue, Scenario, Trajectory, Turn
+from artnb import Dialogue, Scenario, Turn, rollout_of
 from artnb_environments import variant_of
+from artnb_environments.email_search.baselines import TEXT_HITS, demonstrate
 from artnb_environments.email_search.tools import Episode
 from artnb_environments.email_search.variant import Variant
 
@@ -19,8 +20,6 @@ SYSTEM = {
     "Then answer with <answer>value id</answer>.",
 }
 STOP = ["</call>", "</answer>"]
-_TEXT_HITS = 3
-"""Mails that a search shows in the text style."""
 _EXAMPLES = (
     ("How much for the tents for Maple?", "search", "tents maple", "m10007", "$850", "2024-03-04",
      "I can let you have the tents for $850."),
@@ -73,34 +72,33 @@ def _worked(
     return messages
 
 
-async def rollout(model: Any, scenario: Scenario) -> Trajectory:
+def dialogue(scenario: Scenario) -> Dialogue:
     """Search, read, answer: until an answer, a reply that is no call, or the last turn."""
     variant, episode = variant_of(scenario, Variant), Episode(scenario)
-    tools = episode.tools if variant.style == "tools" else None
-    trajectory = Trajectory(list(prompt(scenario)), tools=tools, scenario_id=scenario.id)
-    options = _options(variant) | ({"tools": tools} if tools else {})
-    for _ in range(variant.max_turns):
-        response = await model.client.chat.completions.create(
-            model=model.name, messages=trajectory.messages(), **options
-        )
-        turn = Turn.from_choice(response.choices[0])
+
+    def answer(turn: Turn) -> list[dict[str, Any]]:
         told = respond(episode, turn, variant.style)
-        trajectory.messages_and_choices += [turn, *([] if episode.done else told)]
-        if episode.done:
-            break
-    return episode.score(trajectory)
+        return [] if episode.done or episode.turns >= variant.max_turns else told
 
-
-def dialogue(scenario: Scenario) -> Dialogue:
-    """The same episode for a person who looks for the answer in person."""
-    variant, episode = variant_of(scenario, Variant), Episode(scenario)
     return Dialogue(
         prompt(scenario),
-        lambda turn: respond(episode, turn, variant.style),
+        answer,
         tools=episode.tools if variant.style == "tools" else None,
         options=_options(variant),
         score=episode.score,
     )
+
+
+rollout = rollout_of(dialogue)
+
+
+def demonstration(scenario: Scenario) -> list[dict[str, Any]]:
+    """The episode of a good player, for ``artnb.sft_step``: a start for models that never succeed.
+
+    The worked examples of the prompt are left out, since all that the assistant says would be learned.
+    """
+    messages = prompt(scenario)
+    return [messages[0], messages[-1], *demonstrate(scenario)]
 
 
 def _options(variant: Variant) -> dict[str, Any]:
@@ -116,7 +114,7 @@ def respond(episode: Episode, turn: Turn, style: str) -> list[dict[str, Any]]:
         return [{"role": "user", "content": _text_reply(episode, turn)}]
     calls = turn.message.get("tool_calls") or []
     if not calls:
-        return [{"role": "user", "content": episode.refuse("unreadable", "call one of the tools")}]
+        return [{"role": "user", "content": episode.no_call("call one of the tools")}]
     first = calls[0]["function"]
     results = [episode.call(str(first["name"]), str(first["arguments"] or ""))]
     results += ["Error: not made, one call a turn"] * (len(calls) - 1)
@@ -133,13 +131,13 @@ def _text_reply(episode: Episode, turn: Turn) -> str:
     call = re.fullmatch(rf"\s*<call>\s*(\w+)\s+([^<]*?)\s*{end.format('call')}\s*", text)
     answer = re.fullmatch(rf"\s*<answer>\s*([^<]*?)\s*{end.format('answer')}\s*", text)
     if answer is not None:
-        sources = list(dict.fromkeys(re.findall(r"\bm\d{5}\b", answer[1])))
-        value = " ".join(re.sub(r"\bm\d{5}\b", " ", answer[1]).split())
+        sources = list(dict.fromkeys(re.findall(r"\bm\d{5,8}\b", answer[1])))
+        value = " ".join(re.sub(r"\bm\d{5,8}\b", " ", answer[1]).split())
         return episode.call("return_final_answer", json.dumps({"answer": value, "sources": sources}))
     if call is None:
-        return episode.refuse("unreadable", "write <call>search words</call> or <answer>value id</answer>")
+        return episode.no_call("write <call>search words</call> or <answer>value id</answer>")
     if call[1] == "search":
-        arguments = {"keywords": call[2].split(), "max_results": _TEXT_HITS}
+        arguments = {"keywords": call[2].split(), "max_results": TEXT_HITS}
         return episode.call("search_emails", json.dumps(arguments))
     if call[1] == "read":
         return episode.call("read_email", json.dumps({"message_id": call[2]}))

@@ -8,13 +8,16 @@ from functools import lru_cache
 from typing import Any
 
 from artnb import Scenario, Trajectory
+from artnb_environments.email_search import semantic
+from artnb_environments.email_search.imported import open_mailbox
 from artnb_environments.email_search.reward import is_correct, is_day, ladder, precision_recall, says_unknown
-from artnb_environments.email_search.store import MailStore
+from artnb_environments.email_search.store import Hit, MailStore
 from artnb_environments.email_search.world import cast_of, make_inbox
 
 metrics = (
     *("correct", "source_precision", "source_recall", "found", "read", "read_nothing", "answered"),
-    *("dont_know", "calls", "bad_calls", "questions_to_user", "level"),
+    *("dont_know", "turns", "calls", "bad_calls", "bad_call_rate", "questions_to_user"),
+    *("tokens_read", "tokens_written", "seconds", "level"),
 )
 MOST_RESULTS = 10
 MOST_KEYWORDS = 20
@@ -49,6 +52,13 @@ SEARCH = _tool(
     sent_before=_text("YYYY-MM-DD, this day excluded"),
     max_results={"type": "integer", "minimum": 1, "maximum": MOST_RESULTS},
 )
+SEARCH_BY_MEANING = json.loads(json.dumps(SEARCH))
+SEARCH_BY_MEANING["function"]["description"] = (
+    "Mails of the user's inbox that mean what the words say, best first: id, date, sender, first words."
+)
+SEARCH_BY_MEANING["function"]["parameters"]["properties"]["keywords"]["description"] = (
+    "words that describe what the mail says; it may use others"
+)
 READ = _tool("read_email", "One whole mail.", ["message_id"], message_id=_text("id from a search"))
 ANSWER = _tool(
     "return_final_answer",
@@ -80,16 +90,24 @@ class Episode:
     def __init__(self, scenario: Scenario) -> None:
         task = scenario.task
         self.task = task
-        self.tools = [SEARCH, READ, ANSWER, *([ASK] if task["ask_user"] else [])]
-        which = (task["world"], task["inbox"], task["messages"], task["distractors"])
-        self.store = store_of(scenario.split, *which)
-        cast = cast_of(scenario.split, task["world"])
-        self.owner = cast[task["inbox"]]
-        self.names = [person.name for person in cast]
+        by_words = task["search"] == "keywords"
+        self.tools = [SEARCH if by_words else SEARCH_BY_MEANING, READ, ANSWER]
+        self.tools += [ASK] if task["ask_user"] else []
+        if task["mailbox"] is None:
+            which = (task["world"], task["inbox"], task["messages"], task["distractors"])
+            self.store = store_of(scenario.split, *which)
+            cast = cast_of(scenario.split, task["world"])
+            self.owner = cast[task["inbox"]]
+            self.inbox = self.owner.address
+            self.names = [person.name for person in cast]
+        else:
+            mailbox = open_mailbox(task["mailbox"])
+            self.store, self.inbox = mailbox.store, task["inbox"]
+            self.owner, self.names = mailbox.owner(self.inbox), mailbox.names(self.inbox)
         self.found: set[str] = set()
         self.read: set[str] = set()
         self.read_nothing = False
-        self.calls = self.bad_calls = self.asked = 0
+        self.turns = self.calls = self.bad_calls = self.asked = 0
         self.outcome = "none"
         self.answer: str | None = None
         self.sources: list[str] = []
@@ -102,13 +120,19 @@ class Episode:
         if self.done:
             return "Error: the task has ended"
         self.calls += 1
+        self.turns += 1
         try:
             return self._made(name, arguments)
         except BadCall as error:
             return self.refuse(error.outcome, str(error))
 
+    def no_call(self, text: str) -> str:
+        """A turn that is no call; ``text`` says what to do."""
+        self.turns += 1
+        return self.refuse("unreadable", text)
+
     def refuse(self, outcome: str, text: str) -> str:
-        """Count a turn that was no call; with ``invalid="end"`` it ends the episode."""
+        """Count a call that cannot be made; with ``invalid="end"`` it ends the episode."""
         self.bad_calls += 1
         self.outcome = outcome
         self.done = self.task["invalid"] == "end"
@@ -144,15 +168,22 @@ class Episode:
             raise BadCall("bad_arguments", f"max_results must be 1 to {MOST_RESULTS}")
         if not 1 <= len(given["keywords"]) <= MOST_KEYWORDS:
             raise BadCall("bad_arguments", f"keywords must be 1 to {MOST_KEYWORDS} words")
-        hits = self.store.search(self.owner.address, **given, until=self.task["day"])
+        hits = self._hits(**given, until=self.task["day"])
         self.found |= {hit.message_id for hit in hits}
         lines = [
             f"{h.message_id} | {h.date[:10]} | {h.from_address} | {h.subject} | {h.snippet}" for h in hits
         ]
         return "\n".join(" ".join(line.split()) for line in lines) or "no mail found"
 
+    def _hits(self, keywords: list[str], **filters: Any) -> list[Hit]:
+        how = self.task["search"]
+        if how == "keywords":
+            return self.store.search(self.inbox, keywords, **filters)
+        embedder = self.task["embedder"]
+        return semantic.search(self.store, self.inbox, keywords, how=how, embedder=embedder, **filters)
+
     def _read(self, given: dict[str, Any]) -> str:
-        mail = self.store.read(self.owner.address, given["message_id"].strip(), until=self.task["day"])
+        mail = self.store.read(self.inbox, given["message_id"].strip(), until=self.task["day"])
         if mail is None:
             self.read_nothing = True
             return "there is no mail with this id"
@@ -185,7 +216,7 @@ class Episode:
 
     @property
     def achieved(self) -> dict[str, float]:
-        """The metrics, each but the counts 0 to 1."""
+        """The metrics that the episode knows, each but the counts 0 to 1."""
         needed = set(self.task["sources"])
         precision, recall = precision_recall(self.sources, needed) if self.answer is not None else (0.0, 0.0)
         return {
@@ -197,14 +228,20 @@ class Episode:
             "read_nothing": float(self.read_nothing),
             "answered": float(self.answer is not None),
             "dont_know": float(self.dont_know),
+            "turns": float(self.turns),
             "calls": float(self.calls),
             "bad_calls": float(self.bad_calls),
+            "bad_call_rate": self.bad_calls / max(1, self.turns),
             "questions_to_user": float(self.asked),
             "level": float(self.task["level_found"]),
         }
 
     @property
     def reward(self) -> float:
+        return self.reward_of(self.outcome)
+
+    def reward_of(self, outcome: str) -> float:
+        """What the episode is worth if this was its outcome."""
         got, needed = self.achieved, self.task["sources"]
         precision, recall = got["source_precision"], got["source_recall"]
         is_exact = self.answer is not None and precision == recall == 1.0
@@ -217,7 +254,7 @@ class Episode:
         )
         return (
             ladder(
-                self.outcome,
+                outcome,
                 partial=partial,
                 source_f1=2 * precision * recall / (precision + recall) if precision + recall else 0.0,
                 given=len(set(self.sources)),
@@ -230,7 +267,13 @@ class Episode:
     def score(self, trajectory: Trajectory) -> Trajectory:
         """Write reward, metrics and what ``render`` shows onto the episode's trajectory."""
         trajectory.reward = round(self.reward, 6)
-        trajectory.metrics |= self.achieved
+        turns = trajectory.turns
+        took = sum(turn.timing.get("queued", 0.0) + turn.timing.get("seconds", 0.0) for turn in turns)
+        trajectory.metrics |= self.achieved | {
+            "tokens_read": float(sum(len(turn.prompt_ids) for turn in turns)),
+            "tokens_written": float(trajectory.completion_tokens),
+            "seconds": float(took),
+        }
         trajectory.metadata |= {
             "question": self.task["question"],
             "day": self.task["day"],
@@ -239,6 +282,7 @@ class Episode:
             "answer": self.answer,
             "sources": ", ".join(self.sources),
             "outcome": self.outcome,
+            "reward_if_right": round(self.reward_of("correct"), 6),
         }
         return trajectory
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from artnb import ConfigurationError, Scenario
-from artnb_environments import make_scenarios, require, require_one_of
+from artnb_environments import make_scenarios, require, require_one_of, split_seeds
 from artnb_environments.email_search.baselines import level_of
+from artnb_environments.email_search.imported import read_questions
 from artnb_environments.email_search.questions import draw_question
+from artnb_environments.email_search.semantic import EMBEDDERS, SEARCHES
 from artnb_environments.email_search.world import DISTRACTORS, INBOXES, WORLDS, make_inbox
 
 _TRIES = 400
@@ -38,6 +42,14 @@ class Variant:
     """A reply that is no call ends the episode; or ``retry``: the agent reads why and has lost the turn."""
     ask_user: bool = False
     """A tool that asks the user back, at 0.05 a question."""
+    search: str = "keywords"
+    """``keywords``: all of them, newest first; ``semantic``: by meaning; ``both``: fused, best first."""
+    embedder: str = "lsa"
+    """Of the search by meaning: ``lsa``, learned from the inbox, or ``wordllama``, a package with vectors."""
+    mailbox: str | None = None
+    """A file of ``import_mailbox``; None for the generated mailboxes."""
+    questions: str | None = None
+    """The questions on an imported mailbox, a JSON object a line."""
     max_tokens: int | None = None
     """Longest reply; None: 256 for tools, 48 for text."""
 
@@ -45,6 +57,10 @@ class Variant:
         require_one_of("style", self.style, ("tools", "text"))
         require_one_of("invalid", self.invalid, ("end", "retry"))
         require_one_of("level", self.level, (0, 1, 2, 3))
+        require_one_of("search", self.search, SEARCHES)
+        require_one_of("embedder", self.embedder, EMBEDDERS)
+        is_both = (self.mailbox is None) == (self.questions is None)
+        require(is_both, "mailbox and questions go together: pass both, or neither")
         require(0 <= self.examples <= MOST_EXAMPLES, f"examples must be 0 to 2, got {self.examples}")
         require(20 <= self.messages <= 5000, f"messages must be 20 to 5,000, got {self.messages}")
         require(0 <= self.paraphrase <= 1, f"paraphrase must be 0 to 1, got {self.paraphrase}")
@@ -72,6 +88,8 @@ presets: dict[str, dict[str, Any]] = {
 def scenarios(split: str, n: int, seed: int = 0, **variant: Any) -> list[Scenario]:
     """Questions on inboxes of the split's worlds; the task holds the answer and its sources."""
     chosen = Variant(**variant)
+    if chosen.mailbox is not None:
+        return _imported_scenarios(split, n, seed, chosen)
 
     def start(question_seed: int) -> dict[str, Any]:
         draw = random.Random(question_seed)
@@ -85,6 +103,30 @@ def scenarios(split: str, n: int, seed: int = 0, **variant: Any) -> list[Scenari
         )
 
     return make_scenarios("email_search", split, n, seed, chosen, start)
+
+
+def _imported_scenarios(split: str, n: int, seed: int, chosen: Variant) -> list[Scenario]:
+    """Questions of the file, in an order of the seed's; other levels than the one asked for are left out."""
+    split_seeds(split, n, seed)  # refuses a split or a count that cannot be
+    assert chosen.mailbox is not None and chosen.questions is not None
+    asked = [task for task in read_questions(chosen.questions, chosen.mailbox) if task["split"] == split]
+    random.Random(f"{split}/{seed}").shuffle(asked)
+    found: list[Scenario] = []
+    for task in asked:
+        if len(found) == n:
+            break
+        options = asdict(chosen) | {
+            name: value for name, value in task.items() if name not in ("id", "split")
+        }
+        number = int(hashlib.sha256(task["id"].encode()).hexdigest()[:10], 16)
+        scenario = Scenario(
+            f"email_search/{Path(chosen.mailbox).stem}/{split}/{task['id']}", split, number, options
+        )
+        level = level_of(scenario)
+        if chosen.level in (0, level):
+            found.append(replace(scenario, task=options | {"level_found": level}))
+    require(len(found) == n, f"{chosen.questions} has {len(found)} such questions for {split}, not {n}")
+    return found
 
 
 def _draw_task(split: str, draw: random.Random, variant: Variant) -> dict[str, Any]:
