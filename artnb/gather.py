@@ -67,8 +67,9 @@ async def gather(
     attempts = Attempts(rollout, model, timeout, retries, reward, seed)
     asked = _asked_of(model, split)
     group_size, concurrency = asked.get("group_size", group_size), asked.get("concurrency", concurrency)
-    allowed = _allowed_failures(max_failures, len(listed) * group_size)
-    work = _Gathering(attempts, listed, group_size, concurrency, allowed, split)
+    sizes = [asked.get("group_sizes", {}).get(scenario_id(s, i), group_size) for i, s in enumerate(listed)]
+    allowed = _allowed_failures(max_failures, sum(sizes))
+    work = _Gathering(attempts, listed, sizes, concurrency, allowed, split)
     groups = await work.run(progress=progress, time_limit=time_limit)
     if work.problem is not None:
         raise work.problem
@@ -88,11 +89,13 @@ async def gather(
     raise Interrupted(f"gather was interrupted: {what}", partial=groups)
 
 
-def _asked_of(model: Any, split: str) -> dict[str, int]:
-    """What a person set from the dashboard; an evaluation keeps its own number of attempts."""
+def _asked_of(model: Any, split: str) -> dict[str, Any]:
+    """What a person or a rule set; an evaluation keeps its own number of attempts."""
     controls = getattr(getattr(model, "run", None), "controls", None)
-    asked = {} if controls is None else controls.given(GATHERING)
-    return asked if split == "train" else {k: v for k, v in asked.items() if k != "group_size"}
+    if controls is None:
+        return {}
+    asked = controls.given(GATHERING) | {"group_sizes": controls.group_sizes}
+    return asked if split == "train" else {k: v for k, v in asked.items() if k == "concurrency"}
 
 
 def _checked_scenarios(scenarios: Iterable[Any]) -> list[Any]:
@@ -142,7 +145,7 @@ class _Gathering:
         self,
         attempts: Attempts,
         scenarios: list[Any],
-        group_size: int,
+        group_sizes: list[int],
         concurrency: int,
         allowed_failures: float,
         split: str,
@@ -150,8 +153,8 @@ class _Gathering:
         self.attempts = attempts
         self.scenarios = scenarios
         self.names = [scenario_id(scenario, index) for index, scenario in enumerate(scenarios)]
-        self.total = len(scenarios) * group_size
-        self.group_size = group_size
+        self.total = sum(group_sizes)
+        self.group_sizes = group_sizes
         self.concurrency = concurrency
         self.allowed_failures = allowed_failures
         self.split = split
@@ -251,8 +254,8 @@ class _Gathering:
         return self.is_late or self.is_stopped
 
     def _waiting(self) -> Iterator[_Slot]:
-        for index in range(len(self.scenarios)):
-            for number in range(self.group_size):
+        for index, size in enumerate(self.group_sizes):
+            for number in range(size):
                 if (index, number) not in self.finished:
                     yield index, number
 

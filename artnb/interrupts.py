@@ -15,6 +15,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from types import FrameType
 from typing import Any, TypeVar
 
+from artnb.errors import Interrupted
+
 T = TypeVar("T")
 
 
@@ -81,6 +83,42 @@ def _uninstall() -> None:
     is_ours = signal.getsignal(signal.SIGINT) is _handle
     if is_ours and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, _previous)
+
+
+_is_deferring = False
+
+
+@contextlib.contextmanager
+def uninterrupted(what: str) -> Iterator[None]:
+    """Let work that cannot be cut short end before ■ is heard: then raise Interrupted, which names it.
+
+    Cut off in the middle it would leave a second model in memory, or a run that nobody gives back. A
+    second ■ goes to the handler that was there before. Outside of the main thread nothing changes.
+    """
+    global _is_deferring
+    previous = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if _is_deferring or not is_main or previous is None or previous is signal.SIG_IGN:
+        yield
+        return
+    heard: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        heard.append(number)
+        if len(heard) > 1 and callable(previous):
+            previous(number, frame)
+        elif len(heard) > 1:
+            raise KeyboardInterrupt
+
+    _is_deferring = True
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        _is_deferring = False
+    if heard:
+        raise Interrupted(f"{what} cannot be cut short: it is finished. Run the cell again to go on.")
 
 
 async def to_its_end(work: Coroutine[Any, Any, T]) -> T:

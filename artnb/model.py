@@ -18,16 +18,20 @@ from artnb.client import async_client, sync_client
 from artnb.completions import ChatApp
 from artnb.config import LoraConfig, SamplingConfig
 from artnb.errors import CheckpointError, ConfigurationError, RunMismatch, require
+from artnb.guard import Guard, Guarding
+from artnb.interrupts import uninterrupted
 from artnb.rendering import make_renderer
 from artnb.store import Run
 from artnb.store.folder import RunFolder, differences, run_path
 from artnb.store.owner import refuse_if_in_use
+from artnb.store.random_sources import load_random_sources
 from artnb.trackers.base import Tracker
 from artnb.trackers.following import Trackers
+from artnb.types import TrajectoryGroup
 from artnb.ui.display import Live
 from artnb.ui.html import esc, facts_html, visible
 from artnb.ui.snapshot import seconds_text
-from artnb.undo import checkpoint_of, go_back, policy_version_of
+from artnb.undo import go_back, policy_version_of
 
 if TYPE_CHECKING:
     import openai
@@ -39,7 +43,7 @@ T = TypeVar("T")
 
 _live: dict[Path, Model] = {}
 """Open models of this process by run folder: a cell that is run again finds its model here."""
-_NOT_THE_MODEL = ("self", "__class__", "trackers")
+_NOT_THE_MODEL = ("self", "__class__", "trackers", "guard")
 """Arguments that may differ when the cell of a live model is run again."""
 
 
@@ -59,9 +63,12 @@ class Model:
     with about a tenth of an adapter's learning rate), and for Unsloth what its ``from_pretrained`` takes,
     such as ``load_in_4bit``. template_kwargs: variables of the chat template, for example
     ``{"enable_thinking": False}``. backend: any ``Backend`` instead of the one in this kernel, for example
-    ``FakeBackend()``. keep_checkpoints: how many of the latest checkpoints stay on disk. trackers: who else
+    ``FakeBackend()``. keep_checkpoints: how many of the latest checkpoints stay on disk;
+    beside them the best one by ``best_metric`` (see ``Run.best_checkpoint``) and every ``keep_every``-th
+    step's. trackers: who else
     hears of this run, for example ``[WeaveTracker("my-team/my-project")]``; one that cannot start stops this
     cell before anything is loaded, one that fails later is switched off with a warning and the run goes on.
+    guard: what is done when training collapses, see ``Guard``; None does nothing.
 
     Raises RunInUse, RunMismatch, CheckpointError, MissingDependency, ConfigurationError.
     """
@@ -69,6 +76,8 @@ class Model:
     _load_seconds: float | None = None
     trackers: Trackers
     """Who else hears of this run, and how much they have heard."""
+    guarding: Guarding
+    """The guard at work on this run."""
     _given: dict[str, Any] | None = None
     """What this model was made with; None before and after it is open."""
 
@@ -81,6 +90,7 @@ class Model:
             live.close()
         return super().__new__(cls)
 
+    @uninterrupted("loading a model")
     def __init__(
         self,
         base: str | Path | None = None,
@@ -99,17 +109,23 @@ class Model:
         backend: Any = None,
         takeover: bool = False,
         keep_checkpoints: int = 5,
+        keep_every: int | None = None,
+        best_metric: str = "reward_mean",
         seed: int = 0,
         trackers: Sequence[Tracker] = (),
+        guard: Guard | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name not in _NOT_THE_MODEL}
         if self._given == given:  # __new__ found the live model
             self.trackers.replace(trackers)
+            self.guarding.guard = guard or Guard("off")
             return
         if keep_checkpoints < 1:
             raise ConfigurationError(f"keep_checkpoints must be >= 1, got {keep_checkpoints}")
+        if keep_every is not None and keep_every < 1:
+            raise ConfigurationError(f"keep_every must be >= 1 or None, got {keep_every}")
         self.sampling = sampling or SamplingConfig()
-        self.keep_checkpoints = keep_checkpoints
+        self.keep_checkpoints, self.keep_every, self._seed = keep_checkpoints, keep_every, seed
         self._servers: list[Server] = []
         if backend is None and not takeover:
             refuse_if_in_use(run_path(run, root))  # before anything slow starts
@@ -129,6 +145,8 @@ class Model:
             source = self._initialise(init_from, run_path(run, root), identity)
             self.run = opened = Run.open(run, root, identity=identity, takeover=takeover)
             self.name = self.run.name
+            self.run.rank_by(best_metric)
+            self.guarding = Guarding(guard, self.run)
             self._resume()
             self.trackers.follow(self.run)
             self.run.on_roll_back = self.rollback
@@ -205,6 +223,7 @@ class Model:
             return
         latest.verify()
         _blocking(self.backend.load(latest.path, policy_version=policy_version_of(latest)))
+        load_random_sources(latest.path)
 
     # ---- what a cell uses -----------------------------------------------------------------------
 
@@ -228,27 +247,40 @@ class Model:
         return sync_client(self.app, lambda: None)
 
     def serve(self, port: int | None = None) -> Server:
-        """Open the same API on 127.0.0.1 with a generated token, for programs outside this kernel."""
+        """Open the same API on 127.0.0.1 with a generated token, for programs outside this kernel.
+
+        port: None for a free one. A server of this model that is still open there is returned again.
+        """
         from artnb.serve import serve
 
+        self._servers = [server for server in self._servers if server.is_open]
+        for server in self._servers:
+            if port in (None, server.port):
+                return server
         server = serve(self.app, port)
         self._servers.append(server)
         return server
 
+    @uninterrupted("going back to a checkpoint")
     def rollback(self, to: int | Literal["best"]) -> int:
         """Go back to the checkpoint after ``to`` steps; returns the step the run stands at then.
 
-        "best" is the checkpoint whose policy earned the highest mean reward when a step sampled from it; it
-        is kept beside the latest ones. Weights, optimizer, engine, random state and ``run.cursor`` are those
-        of the checkpoint, later records stay in the run and do not count any more. All of it happens or
-        nothing. Between two steps only; inside a loop over ``run.steps``, ``run.ask("roll_back", to)`` does
-        it after the step under way. Raises CheckpointError, naming the checkpoints there are, and RunInUse
-        while a step is under way.
+        "best" is the checkpoint whose policy earned the highest mean reward when a step sampled from it, or
+        what else ``best_metric`` says; it is kept beside the latest ones. Weights, optimizer, engine, random
+        states and ``run.cursor`` are those of the checkpoint, later records stay in the run and do not count
+        any more. All of it happens or nothing. Between two steps only; inside a loop over ``run.steps``,
+        ``run.ask("roll_back", to)`` does it after the step under way. Raises CheckpointError, naming the
+        checkpoints there are, and RunInUse while a step is under way.
         """
         self.run.check_writable()
-        checkpoint = checkpoint_of(self.run, to)
+        checkpoint = self.run.checkpoint(to)
         _blocking(go_back(self.backend, self.run, checkpoint))
         return self.run.step
+
+    def seeds(self, groups: Sequence[TrajectoryGroup]) -> dict[str, Any]:
+        """What the rollouts of these groups were drawn with, for the checkpoint: this model's seed, and the
+        scenarios, each of which is its environment's seed."""
+        return {"seed": self._seed, "scenarios": list(dict.fromkeys(group.scenario_id for group in groups))}
 
     def plan(self, **options: Any) -> Comparison:
         """What this model was planned to hold, beside what it holds; options as for ``artnb.plan``."""
@@ -260,6 +292,7 @@ class Model:
         """Facts about the model and where it runs."""
         return {**self.backend.describe(), "run": str(self.run.path), "policy_version": self.policy_version}
 
+    @uninterrupted("closing a model")
     def close(self) -> None:
         """Stop the engine, free memory, give the run back. May be called again."""
         for server in self._servers:

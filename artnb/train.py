@@ -19,10 +19,19 @@ from artnb.config import TrainConfig
 from artnb.errors import NothingToTrain
 from artnb.interrupts import to_its_end
 from artnb.session import hold
-from artnb.step_metrics import describe_data, memory_held, over_updates, warnings_of
+from artnb.step_metrics import (
+    describe_data,
+    described_again,
+    memory_held,
+    names_of,
+    over_updates,
+    warnings_of,
+)
 from artnb.step_tokens import token_records
 from artnb.store.controls import TRAINING
+from artnb.store.random_sources import save_random_sources
 from artnb.store.token_records import TokenRecord
+from artnb.store.versions import versions
 from artnb.types import TrajectoryGroup
 from artnb.ui.display import log
 from artnb.ui.text import step_line
@@ -104,10 +113,14 @@ async def take_step(
     await hold(model.run)
     config = config.replace(**model.run.controls.given(TRAINING))
     model.run.record_configuration(dataclasses.asdict(config))
-    work = partial(_step, model, rows, config, metrics, started, kind)
-    result = await whole_or_not_at_all(model.backend, work)
+
+    async def take(rows: Rows) -> StepResult:
+        work = partial(_step, model, rows, config, metrics, started, kind)
+        return await whole_or_not_at_all(model.backend, work)
+
+    result = await model.guarding.step(take, rows, config.learning_rate)
     log(step_line(result))
-    model.run.prune_checkpoints(model.keep_checkpoints)
+    model.run.prune_checkpoints(model.keep_checkpoints, every=model.keep_every)
     for warning in result.warnings:
         warnings.warn(warning, stacklevel=3)
     return result
@@ -119,6 +132,8 @@ async def _step(
     """Train, publish, and write it all down; until the run has moved on, everything can be undone."""
     step, skipped = model.run.step, rows.skipped
     tokens: dict[str, TokenRecord] = {}
+    names = names_of(rows.samples, kind)
+    metrics |= described_again(model.run.learned_before(names), kind)
     if rows.samples:
         measured, tokens = await _update(model.backend, rows, config, model.policy_version + 1, kind)
         metrics |= measured
@@ -128,13 +143,16 @@ async def _step(
     about = {"kind": kind, "dropped": rows.dropped, "skipped": skipped, "warnings": result.warnings}
     record = {**state, **about, **metrics}
     trained = time.perf_counter()
-    with model.run.finishing_step(record, state, tokens) as (folder, seal):
+    made_by = {"config": dataclasses.asdict(config), "versions": versions(), **model.seeds(rows.groups)}
+    with model.run.finishing_step(record, state | made_by, tokens) as (folder, seal):
         await to_its_end(model.backend.save(folder))
+        save_random_sources(folder)
         await to_its_end(asyncio.to_thread(seal))
         now = time.perf_counter()
         timing = {"seconds_checkpoint": now - trained, "seconds": now - started}
         metrics |= timing
         record |= timing
+    model.run.remember_learned(step, names)
     return result
 
 

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
-from artnb.errors import CheckpointError, ConfigurationError, Interrupted, RunInUse
+from artnb.errors import CheckpointError, Interrupted, RunInUse
 from artnb.interrupts import to_its_end
 from artnb.session import remember, session
 from artnb.store import Checkpoint, Run
-from artnb.store.controls import Target
+from artnb.store.random_sources import load_random_sources
 
 T = TypeVar("T")
 
@@ -74,19 +74,7 @@ async def go_back(backend: Any, run: Run, checkpoint: Checkpoint) -> None:
         await backend.restore(before)
         raise
     run.cursor = cursor
-
-
-def checkpoint_of(run: Run, to: Target) -> Checkpoint:
-    """The checkpoint that "best" or a number of steps means. Raises CheckpointError."""
-    if to != "best" and (not isinstance(to, int) or isinstance(to, bool)):
-        raise ConfigurationError(f"go back to a step or to 'best'; got {to!r}")
-    known = run.checkpoints()
-    found = run.best_checkpoint() if to == "best" else next((c for c in known if c.step == to), None)
-    if found is not None:
-        return found
-    there = ", ".join(str(one.step) for one in known) or "none yet"
-    what = "no checkpoint whose policy was rewarded" if to == "best" else f"no checkpoint of step {to}"
-    raise CheckpointError(f"run {run.name!r} has {what}; complete ones: {there} (keep_checkpoints)")
+    load_random_sources(checkpoint.path)
 
 
 def policy_version_of(checkpoint: Checkpoint) -> int:

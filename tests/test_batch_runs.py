@@ -57,7 +57,8 @@ table = nb.RewardTable(model.run)
 for step in model.run.steps(p.steps):
     if step == 2 and p.trouble == "error":
         raise ValueError("the dice fell off the table")
-    if step == 2 and p.trouble == "kill":
+    if step == 2 and p.trouble == "kill" and not os.path.exists("killed"):
+        open("killed", "w").close()
         os.kill(os.getpid(), signal.SIGKILL)
     if step == 2 and p.trouble == "hang":
         time.sleep(1000)
@@ -208,12 +209,35 @@ def test_a_dead_kernel_ends_with_an_error_whatever_papermills_metadata_say(batch
         batch.run.assert_ok()
 
 
+def test_a_killed_run_is_finished_by_the_same_command(batches):
+    killed = batches["kill"]
+    killed.ends()
+    until(lambda: _is_free(killed.run), "the kernel to end")
+    again = Batch(killed.run.path.parent, trouble="kill")
+    assert again.ends() == 0, again.log
+    assert again.steps == [0, 1, 2] and again.run.result()["status"] == "complete"
+
+
 def test_a_run_that_was_stopped_reports_and_ends_with_an_error(batches):
     batch = batches["stop"]
     assert batch.ends() == 1
     assert "it took 3 of 5 steps: it was stopped (asked for)" in batch.log
     result = batch.run.result()
     assert (result["notebook"], result["status"]) == ("toy", "stopped")  # its report cell ran
+
+
+@pytest.mark.slow
+def test_ctrl_c_gives_the_run_back_and_the_same_command_goes_on(tmp_path):
+    batch = Batch(tmp_path / "int", steps=500, delay=0.05)
+    until(lambda: len(batch.steps) >= 2, "two steps")
+    batch.process.send_signal(signal.SIGINT)
+    assert batch.ends() != 0
+    until(lambda: _is_free(batch.run), "the kernel to end")
+    done = batch.run.trained_steps
+    assert batch.steps == list(range(done)) and done >= 2
+    again = Batch(tmp_path / "int", steps=done + 2)
+    assert again.ends() == 0, again.log
+    assert again.steps == list(range(done + 2))
 
 
 def test_a_terminated_run_goes_on_under_the_same_name(batches):

@@ -60,3 +60,32 @@ async def test_twenty_models_opened_and_closed_leave_nothing(tiny_model, tmp_pat
     early, late = found[4], found[-1]
     assert late[0] < 1.02 * early[0], [f"{memory / 1e6:.0f} MB" for memory, *_ in found]
     assert late[1:] == early[1:]
+
+
+async def test_eight_hours_of_steps_grow_nothing_but_the_run_s_folder(tiny_model, tmp_path):
+    """Five thousand steps, a night of them; the folder grows by as much a step as in the first ones."""
+    steps, first = 5000, 500
+
+    def folder_size() -> int:
+        return sum(path.stat().st_size for path in (tmp_path / "night").rglob("*") if path.is_file())
+
+    async def few(model: nb.Model) -> None:
+        groups = await nb.gather(rollout, SCENARIOS[:2], model=model, group_size=2, progress=False)
+        await nb.train_step(model, groups, learning_rate=1e-5)
+
+    with nb.Model(tiny_model, run="night", root=tmp_path, dtype="float32") as model:
+        for _ in range(first // 2):
+            await few(model)
+        half = folder_size()
+        for _ in range(first // 2):
+            await few(model)
+        before, size = (resident(), threading.active_count(), descriptors()), folder_size()
+        for _ in range(steps - first):
+            await few(model)
+        after = resident(), threading.active_count(), descriptors()
+        predicted = size + (size - half) / (first // 2) * (steps - first)
+        assert model.run.step == steps and len(model.run.metrics()) == steps
+        assert after[0] < 1.05 * before[0], f"{before[0] / 1e6:.0f} MB became {after[0] / 1e6:.0f} MB"
+        assert after[1:] == before[1:]
+        assert 0.8 < folder_size() / predicted < 1.2, (folder_size(), predicted)
+        assert f"{steps * 4:,} trajectories" in repr(nb.browse(model.run))

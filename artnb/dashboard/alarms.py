@@ -41,6 +41,8 @@ MOST_UNSCORED = 0.2
 """Share of a step's finished rollouts that neither a judge nor a reward function scored."""
 MOST_INVALID = 0.3
 """Share of a judge's answers that could not be used and were asked for again."""
+MOST_INVALID_TURNS = 0.3
+"""By how much the share of turns that the environment could not use has grown since its lowest."""
 MOST_TRUNCATED = 0.5
 GRADIENT_TIMES = 10.0
 """Gradient norm against the median of the steps before."""
@@ -50,7 +52,7 @@ QUIET_SECONDS, QUIET_TIMES = 600.0, 5.0
 Level = Literal["warning", "serious"]
 KINDS = (
     *("collapse", "entropy collapse", "drift", "engine and trainer disagree", "no signal"),
-    *("judge trouble", "staleness", "failures", "cut off", "gradient", "quiet"),
+    *("judge trouble", "invalid answers", "staleness", "failures", "cut off", "gradient", "quiet"),
 )
 """Every kind of alarm there is."""
 
@@ -226,6 +228,27 @@ def _judge(rows: Sequence[Row]) -> Alarm | None:
     )
 
 
+def _invalid(rows: Sequence[Row]) -> Alarm | None:
+    shares = [
+        row["values"]["metric/invalid"] / max(1.0, row["values"].get("rollout_turns", 1.0))
+        for row in rows[-RECENT:]
+        if "metric/invalid" in row["values"]
+    ]
+    if len(shares) < 2 * WINDOW:
+        return None
+    lowest = min(statistics.fmean(shares[at : at + WINDOW]) for at in range(len(shares) - WINDOW + 1))
+    now = statistics.fmean(shares[-WINDOW:])
+    if now <= lowest + MOST_INVALID_TURNS:
+        return None
+    return Alarm(
+        "invalid answers",
+        "serious",
+        rows[-1]["step"],
+        f"The environment could not use {now:.0%} of the turns of the last {WINDOW} steps; it has been "
+        f"{lowest:.0%}. Stop, go back to a checkpoint from then, and go on with a lower learning rate.",
+    )
+
+
 def _truncation(rows: Sequence[Row]) -> Alarm | None:
     share = rows[-1]["values"].get("truncated", 0.0)
     if share <= MOST_TRUNCATED:
@@ -271,5 +294,5 @@ def _quiet(rows: Sequence[Row], seconds: float) -> Alarm | None:
 
 _CHECKS: tuple[Callable[[Sequence[Row]], Alarm | None], ...] = (
     *(_collapse, _entropy, _drift, _disagreement, _no_signal),
-    *(_judge, _staleness, _failures, _truncation, _gradient),
+    *(_judge, _invalid, _staleness, _failures, _truncation, _gradient),
 )

@@ -21,7 +21,7 @@ from typing import Any
 
 from artnb.errors import CheckpointError, ConfigurationError
 from artnb.store.codec import decode, encode
-from artnb.store.journal import fsync_folder
+from artnb.store.journal import fsync, fsync_folder
 from artnb.store.versions import package_version
 
 _STATE = "state.json"
@@ -109,14 +109,14 @@ def seal(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     with open(folder / _STATE, "w", encoding="utf-8") as file:
         file.write(json.dumps(json.loads(text), indent=1))
         file.flush()
-        os.fsync(file.fileno())
+        fsync(file.fileno())
     for path in (*(p for p in folder.rglob("*") if p.is_dir()), folder):
         fsync_folder(path)
 
 
 def _fsync(path: Path) -> None:
     with open(path, "rb+") as file:
-        os.fsync(file.fileno())
+        fsync(file.fileno())
 
 
 def _sha256(path: Path) -> str:
@@ -209,14 +209,14 @@ def set_aside(folder: Path, after: int) -> None:
         fsync_folder(folder)
 
 
-def prune(folder: Path, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
-    """Remove all but the newest ``keep_last`` checkpoints and the steps in ``keep``; and all but as many
-    of those that were set aside."""
+def prune(folder: Path, keep_last: int, keep: Sequence[int] = (), every: int | None = None) -> list[Path]:
+    """Remove all but the newest ``keep_last`` checkpoints, the steps in ``keep`` and each ``every``-th step;
+    and all but the newest ``keep_last`` of those that were set aside."""
     if keep_last < 1:
         raise ConfigurationError(f"keep_last must be >= 1, so that a run can resume; got {keep_last}")
     removed = []
     for checkpoint in list_checkpoints(folder)[:-keep_last]:
-        if checkpoint.step in keep:
+        if checkpoint.step in keep or (every and checkpoint.step % every == 0):
             continue
         remove(folder, checkpoint.step)
         removed.append(checkpoint.path)

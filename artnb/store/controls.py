@@ -53,6 +53,8 @@ GATHERING = {
 }
 """Arguments of gather; ``group_size`` only of rollouts to train on."""
 SETTINGS = TRAINING | GATHERING
+GROUP_SIZES = "group_sizes"
+"""Attempts at single scenarios, by id, to train on: more at hard ones. Goes before ``group_size``."""
 ACTIONS = ("stop", "pause", "resume", "roll_back")
 
 
@@ -73,6 +75,8 @@ class Controls:
     """Where the loop goes back to after the step that is under way."""
     settings: dict[str, float] = field(default_factory=dict)
     """Values, by name in ``SETTINGS``, taken instead of the notebook's own."""
+    group_sizes: dict[str, int] = field(default_factory=dict)
+    """Attempts at a scenario, by its id."""
 
     @classmethod
     def of(cls, events: Iterable[Mapping[str, Any]]) -> Controls:
@@ -102,6 +106,8 @@ class Controls:
             self.paused = control == "pause"
         elif control == "roll_back":
             self.roll_back = value
+        elif control == GROUP_SIZES:
+            self.group_sizes = dict(value or {})
         elif control in SETTINGS and value is None:
             self.settings.pop(control, None)
         elif control in SETTINGS:
@@ -117,10 +123,15 @@ def check_control(control: Any, value: Any) -> None:
     if control in SETTINGS:
         if value is not None:
             SETTINGS[control].check(control, value)
+    elif control == GROUP_SIZES:
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigurationError(f"{GROUP_SIZES} are numbers by scenario id, or None; got {value!r}")
+        for size in (value or {}).values():
+            GATHERING["group_size"].check("group_size", size)
     elif control == "roll_back":
         is_step = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not is_step and value != "best":
             raise ConfigurationError(f"a run goes back to a step or to 'best'; got {value!r}")
     elif control not in ACTIONS:
-        known = ", ".join([*ACTIONS, *SETTINGS])
+        known = ", ".join([*ACTIONS, *SETTINGS, GROUP_SIZES])
         raise ConfigurationError(f"a run can be asked for {known}; got {control!r}")

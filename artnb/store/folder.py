@@ -18,11 +18,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from artnb.errors import ConfigurationError
+from artnb.errors import CheckpointError, ConfigurationError
 from artnb.places import run_root
 from artnb.store import checkpoints as checkpoint_files
 from artnb.store.checkpoints import Checkpoint
 from artnb.store.codec import decode
+from artnb.store.controls import Target
 from artnb.store.journal import Journal
 from artnb.store.scores import Scores
 from artnb.store.timeline import Timeline
@@ -59,6 +60,9 @@ def run_path(name: str, root: str | Path | None = None) -> Path:
 
 class RunFolder:
     """The reading side of a run. Nothing here writes."""
+
+    best_metric = "reward_mean"
+    """What ``best_checkpoint`` goes by; see ``Model``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -122,14 +126,47 @@ class RunFolder:
         """The newest complete checkpoint."""
         return checkpoint_files.latest_checkpoint(self.path / "checkpoints")
 
-    def best_checkpoint(self) -> Checkpoint | None:
-        """The checkpoint whose policy earned the highest mean reward when a step sampled from it.
+    def best_checkpoint(self, metric: str | None = None) -> Checkpoint | None:
+        """The checkpoint whose policy was best by a metric, which is the run's own if None.
 
-        Of several the latest; None before a step sampled from a checkpoint's policy.
+        metric: of the steps that sampled from it, by name (``reward_mean``), or ``evaluation``, the mean
+        reward of the latest complete evaluation of it; with a ``-`` before it the lowest is best. Of several
+        the latest checkpoint; None before one was measured.
         """
-        rewards = {r["step"]: reward for r in self.metrics() if (reward := reward_to_rank(r)) is not None}
-        known = [one for one in self.checkpoints() if one.step in rewards]
-        return max(known, key=lambda one: (rewards[one.step], one.step), default=None)
+        ranks = self.ranks(metric)
+        known = [one for one in self.checkpoints() if one.step in ranks]
+        return max(known, key=lambda one: (ranks[one.step], one.step), default=None)
+
+    def checkpoint(self, to: Target) -> Checkpoint:
+        """The complete checkpoint that a number of steps or "best" means. Raises CheckpointError."""
+        if to != "best" and (not isinstance(to, int) or isinstance(to, bool)):
+            raise ConfigurationError(f"a checkpoint is that of a step or 'best'; got {to!r}")
+        known = self.checkpoints()
+        found = self.best_checkpoint() if to == "best" else next((c for c in known if c.step == to), None)
+        if found is not None:
+            return found
+        there = ", ".join(str(one.step) for one in known) or "none yet"
+        unranked = f"no checkpoint whose policy was measured ({self.best_metric})"
+        what = unranked if to == "best" else f"no checkpoint of step {to}"
+        raise CheckpointError(f"run {self.name!r} has {what}; complete ones: {there} (keep_checkpoints)")
+
+    def fork(self, step: Target, name: str) -> RunFolder:
+        """Branch off a new run from the checkpoint of ``step``, or the best one: ``Model(run=name)`` goes on
+        from there, with all that counts up to it as its history and ``lineage`` in its run.json.
+
+        Both runs have their own files afterwards. Raises CheckpointError, naming the checkpoints there are,
+        and ConfigurationError when there is a run of that name.
+        """
+        from artnb.store.fork import fork
+
+        return fork(self, self.checkpoint(step), name)
+
+    def ranks(self, metric: str | None = None) -> dict[int, float]:
+        """How good each step's policy was by a metric of ``best_checkpoint``: the higher the better."""
+        chosen, timeline = metric or self.best_metric, self._timeline()
+        events = (e for e in self._events.read() if timeline.counts(e, is_training=False))
+        records = events if chosen.removeprefix("-") == "evaluation" else iter(self.metrics())
+        return {r["step"]: rank for r in records if (rank := reward_to_rank(r, chosen)) is not None}
 
     def figure(self, metrics: Sequence[str] | None = None, **options: Any) -> Any:
         """The run's curves as a plotly figure; options as for ``artnb.dashboard.figure.figure``."""
@@ -193,6 +230,18 @@ class RunFolder:
 
         assert_ok(self, steps, alarms, min_reward)
 
+    def timeline(self) -> Timeline:
+        """Which of its records count."""
+        return self._timeline()
+
+    def trajectory_steps(self) -> list[int]:
+        """Steps that have a file of trajectories, in order."""
+        return self._trajectories.steps()
+
+    def records(self, step: int) -> Iterator[dict[str, Any]]:
+        """The lines of a step's trajectories that count, as they were written."""
+        return self._trajectories.records(self._timeline(), step)
+
     def _timeline(self) -> Timeline:
         return Timeline.of(self._events.read())
 
@@ -202,15 +251,21 @@ class RunFolder:
         return run_html(self)
 
 
-def reward_to_rank(record: Mapping[str, Any]) -> float | None:
-    """Mean reward of the policy that a step's rollouts were sampled from, None for other records.
+def reward_to_rank(record: Mapping[str, Any], metric: str = "reward_mean") -> float | None:
+    """What a metric of ``best_checkpoint`` says of a step's policy, the higher the better; None for a record
+    that says nothing of it.
 
     Step k samples from the policy after k steps, which is checkpoint k.
     """
-    reward = record.get("reward_mean")
-    if record.get("kind") == "train" and isinstance(reward, int | float) and math.isfinite(reward):
-        return float(reward)
-    return None
+    name = metric.removeprefix("-")
+    if name == "evaluation":
+        is_of_it = (record.get("kind"), record.get("policy")) == ("evaluation", "current")
+        value = record.get("mean_reward") if is_of_it and record.get("status") == "complete" else None
+    else:
+        value = record.get(name) if record.get("kind") == "train" else None
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return -float(value) if metric.startswith("-") else float(value)
 
 
 def differences(recorded: Mapping[str, Any], given: Mapping[str, Any], prefix: str = "") -> list[str]:

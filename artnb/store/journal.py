@@ -8,6 +8,7 @@ No file locks: a run has one writing process (see owner.py), and inside it one l
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import threading
@@ -18,6 +19,9 @@ from typing import Any
 
 from artnb.store.codec import decode, encode
 
+_CANNOT_SYNC = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+"""What some network mounts answer, which write through or when a file is closed."""
+
 
 def describe_disk_error(error: OSError, what: str) -> OSError:
     """The same error with a message that says what was being written and what to do."""
@@ -26,6 +30,15 @@ def describe_disk_error(error: OSError, what: str) -> OSError:
         f"cannot write {what}: {error.strerror or error}. What is already on disk is intact; "
         "free space, or choose another root=",
     )
+
+
+def fsync(handle: int) -> None:
+    """Make what was written durable, where the file system knows how."""
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in _CANNOT_SYNC:
+            raise
 
 
 def fsync_folder(folder: Path) -> None:
@@ -51,13 +64,20 @@ def replacing(path: Path) -> Iterator[Path]:
         raise
 
 
+def clear_beside(folder: Path) -> None:
+    """Remove what killed writers of whole files left beside them in this folder."""
+    for path in folder.glob(".*.tmp"):
+        if path.is_file():
+            path.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, text: str) -> Path:
     """Replace a small file as a whole: a reader sees the old text or the new, never a part."""
     try:
         with replacing(path) as beside, open(beside, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            fsync(file.fileno())
     except OSError as error:
         raise describe_disk_error(error, str(path)) from error
     fsync_folder(path.parent)
@@ -134,7 +154,7 @@ class Journal:
         with open(torn, "ab") as file:
             file.write(tail + b"\n")
             file.flush()
-            os.fsync(file.fileno())
+            fsync(file.fileno())
         try:
             os.truncate(self.path, start)
         except OSError:  # some mounts cannot: end the line instead, readers pass over it

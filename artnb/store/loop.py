@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from artnb.errors import ArtnbError, ConfigurationError
-from artnb.store.controls import Controls, Target, check_control
+from artnb.store.controls import GROUP_SIZES, Controls, Target, check_control
+
+Rule = Callable[[Any], Mapping[str, Any] | None]
+"""What changes settings between two steps: a function of the run."""
 
 
 class Loop:
@@ -26,9 +29,11 @@ class Loop:
         """Append a line to events.jsonl."""
         raise NotImplementedError
 
-    def steps(self, total: int) -> Iterator[int]:
+    def steps(self, total: int, *, rules: Sequence[Rule] = ()) -> Iterator[int]:
         """Step numbers from where the run stands up to ``total - 1``.
 
+        rules: called with this run before each step; what they return, values by name as ``ask`` takes them,
+        is asked for when it differs from what is set, and the journal says by which rule.
         Ends early when a file named STOP appears in the run folder, which is removed, or after
         ``ask("stop")``. After ``ask("roll_back", to)`` it goes on from the step that was gone back to.
         """
@@ -42,10 +47,20 @@ class Loop:
                 return
             if step >= total:
                 break
+            self._adjust(rules)
             before = self.step
             yield step
             step = step + 1 if self.step == before else self.step
         self.record_event("finished", step=self.step)
+
+    def _adjust(self, rules: Sequence[Rule]) -> None:
+        for rule in rules:
+            for name, value in dict(rule(self) or {}).items():
+                now: Any = self.controls.settings.get(name)
+                if name == GROUP_SIZES:
+                    now, value = self.controls.group_sizes or None, value or None
+                if value != now:
+                    self.ask(name, value, by=getattr(rule, "__name__", type(rule).__name__))
 
     def takes_stop(self) -> bool:
         """True once for each stop that was asked for, by click or by file; it counts as carried out."""
@@ -73,18 +88,20 @@ class Loop:
             return False
         return True
 
-    def ask(self, control: str, value: float | str | None = None) -> None:
+    def ask(self, control: str, value: Any = None, *, by: str | None = None) -> None:
         """Ask the running loop for something; any thread may, and the journal remembers it.
 
         stop: ``steps`` ends after the step under way. pause: the next ``gather``, ``evaluate`` or
         ``train_step`` waits for resume, or for stop. roll_back: ``steps`` goes back to the checkpoint of
         step ``value``, or to the best one ("best"), after the step under way. A name of
         ``store.controls.SETTINGS``, such as ``learning_rate``: from the next step on ``value`` is taken
-        instead of the notebook's own; None gives that back. Raises ConfigurationError, and what
-        ``record_event`` raises.
+        instead of the notebook's own; None gives that back. group_sizes: attempts at single scenarios, a dict
+        by id, for example more at the hard ones. by: who asks, when it is not a person. Raises
+        ConfigurationError, and what ``record_event`` raises.
         """
         check_control(control, value)
-        self.record_event("control", control=control, step=self.step, value=value)
+        asking = {} if by is None else {"by": by}
+        self.record_event("control", control=control, step=self.step, value=value, **asking)
 
     def note(self, text: str) -> None:
         """Write a person's remark into the journal."""

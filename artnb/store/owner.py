@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from artnb.errors import RunInUse
-from artnb.store.journal import write_atomically
+from artnb.store.journal import fsync, write_atomically
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -95,15 +95,32 @@ class Owner:
         }
 
     def _create(self) -> bool:
+        """Put the file there, with its content at once: one that a kill left empty would lock the run."""
+        beside = self.path.with_name(f".owner.{self.id[:8]}.new.tmp")
         try:
-            handle = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            self._write(beside)
+            os.link(beside, self.path)
         except FileExistsError:
             return False
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        except OSError:  # some mounts know no links
+            return self._create_exclusively()
+        finally:
+            with contextlib.suppress(OSError):  # the next opening clears it away
+                beside.unlink(missing_ok=True)
+        return True
+
+    def _create_exclusively(self) -> bool:
+        try:
+            self._write(self.path)
+        except FileExistsError:
+            return False
+        return True
+
+    def _write(self, path: Path) -> None:
+        with open(path, "x", encoding="utf-8") as file:
             file.write(json.dumps(self._record(), indent=1))
             file.flush()
-            os.fsync(file.fileno())
-        return True
+            fsync(file.fileno())
 
     def _read(self) -> dict[str, Any] | None:
         return read_owner(self.path)

@@ -12,7 +12,7 @@ import json
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from artnb.store import checkpoints as checkpoint_files
 from artnb.store.codec import decode, encode
 from artnb.store.controls import Controls
 from artnb.store.folder import STEP_KINDS, RunFolder, differences, reward_to_rank, run_path
-from artnb.store.journal import write_atomically
+from artnb.store.journal import clear_beside, describe_disk_error, write_atomically
 from artnb.store.loop import Loop
 from artnb.store.owner import Owner
 from artnb.store.token_records import PendingRecords, TokenRecord, finish_leftovers
@@ -29,6 +29,7 @@ from artnb.store.trajectories import PROCESS, Stored
 from artnb.store.versions import package_version, versions
 from artnb.types import Trajectory
 
+_REMEMBERED_STEPS = 200
 _live: dict[Path, Run] = {}
 _live_lock = threading.RLock()
 
@@ -56,12 +57,14 @@ class Run(Loop, RunFolder):
         self._begun_anew = 0
         """Session of the latest rollback that a person asked for."""
         self._best: tuple[float, int] | None = None
-        """Highest mean reward and the step that sampled it, of those that have a checkpoint."""
+        """The best step by ``best_metric`` of those that have a checkpoint, and its rank."""
         self.controls = Controls()
         self._opened_at = 0
         self._told_at: int | None = None
         """Step at which this process last wrote result.json."""
         self._configured: dict[str, Any] = {}
+        self._learned: dict[int, frozenset[str]] = {}
+        """Names of what this process's latest steps trained on."""
         self.on_step: list[Callable[[], object]] = []
         """Called after each finished step, in the thread that wrote its metrics."""
         self.listeners: list[Callable[[str, Any], object]] = []
@@ -100,8 +103,11 @@ class Run(Loop, RunFolder):
                 live._check_identity(identity)
                 return live
             run = cls(path)
-            run._check_folder()
-            replaced = run._owner.claim(takeover=takeover)
+            try:
+                run._check_folder()
+                replaced = run._owner.claim(takeover=takeover)
+            except OSError as error:
+                raise describe_disk_error(error, str(path)) from error
             try:
                 run._check_identity(identity)
                 run._resume(identity, replaced)
@@ -151,6 +157,7 @@ class Run(Loop, RunFolder):
             )
 
     def _resume(self, identity: Mapping[str, Any] | None, replaced_owner: Mapping[str, Any] | None) -> None:
+        clear_beside(self.path)
         torn = [self._events.repair(), self._metrics.repair()]
         self._session = self._timeline().session + 1
         events = list(self._events.read())
@@ -206,14 +213,19 @@ class Run(Loop, RunFolder):
 
     def _rank(self) -> None:
         """Find the best step anew."""
-        self._best = None
-        for record in self.metrics():
-            self._rank_step(record)
+        ranked = [(rank, step) for step, rank in self.ranks().items() if step > 0]
+        self._best = max(ranked, default=None)
 
     def _rank_step(self, record: Mapping[str, Any]) -> None:
-        reward = reward_to_rank(record)
-        if reward is not None and record["step"] > 0 and (self._best is None or reward >= self._best[0]):
-            self._best = reward, record["step"]
+        rank = reward_to_rank(record, self.best_metric)
+        if rank is not None and record["step"] > 0 and (self._best is None or rank >= self._best[0]):
+            self._best = rank, record["step"]
+
+    def rank_by(self, metric: str) -> None:
+        """Choose what the best checkpoint is best in; see ``best_checkpoint``."""
+        if metric != self.best_metric:
+            self.best_metric = metric
+            self._rank()
 
     def _warn(self, message: str) -> None:
         self.record_event("warning", message=message)
@@ -233,7 +245,17 @@ class Run(Loop, RunFolder):
         self._begun_anew, self.has_earlier_rollouts = self._session, False
         self.record_event("rolled_back", **{"from": before, "to": to, "asked": True})
         self.step = to
+        self._learned = {step: names for step, names in self._learned.items() if step < to}
         self._rank()
+
+    def learned_before(self, names: Set[str]) -> int:
+        """How many of these trajectories or examples an earlier step of this process was trained on."""
+        return len(names & frozenset().union(*self._learned.values()))
+
+    def remember_learned(self, step: int, names: Set[str]) -> None:
+        """Keep what a step was trained on, for ``learned_before``."""
+        self._learned[step] = frozenset(names)
+        self._learned.pop(step - _REMEMBERED_STEPS, None)
 
     # Records
 
@@ -261,6 +283,8 @@ class Run(Loop, RunFolder):
         event = {"kind": kind, "time": time.time(), **fields, "session": self._session}
         self._events.append(event)
         self.controls.add(event)
+        if kind == "evaluation":
+            self._rank_step(event)
         self._tell("event", event)
 
     def _tell(self, kind: str, record: Any) -> None:
@@ -381,11 +405,14 @@ class Run(Loop, RunFolder):
                 checkpoint_files.remove(self.path / "checkpoints", step + 1)
                 raise
 
-    def prune_checkpoints(self, keep_last: int, keep: Sequence[int] = ()) -> list[Path]:
-        """Remove all but the newest ``keep_last`` checkpoints, the best one and the steps in ``keep``."""
+    def prune_checkpoints(
+        self, keep_last: int, keep: Sequence[int] = (), *, every: int | None = None
+    ) -> list[Path]:
+        """Remove all but the newest ``keep_last`` checkpoints, the best one, the steps in ``keep`` and each
+        ``every``-th step."""
         self.check_writable()
         best = [] if self._best is None else [self._best[1]]
-        return checkpoint_files.prune(self.path / "checkpoints", keep_last, [*keep, *best])
+        return checkpoint_files.prune(self.path / "checkpoints", keep_last, [*keep, *best], every)
 
     # Closing
 

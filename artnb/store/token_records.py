@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from artnb.errors import ArtnbError, require
 from artnb.store.checkpoints import step_name
-from artnb.store.journal import describe_disk_error, fsync_folder
+from artnb.store.journal import describe_disk_error, fsync, fsync_folder
 
 if TYPE_CHECKING:
     import numpy as np
@@ -130,7 +130,7 @@ class PendingRecords:
         with open(self.beside, "wb") as file:
             file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            fsync(file.fileno())
 
     def commit(self) -> None:
         """Rename them into place."""

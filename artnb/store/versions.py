@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import platform
 
@@ -20,6 +21,7 @@ def package_version(name: str) -> str | None:
         return None
 
 
+@functools.cache
 def versions() -> dict[str, str]:
     """Python and the installed packages that decide what a run does."""
     found = {name: package_version(name) for name in _PACKAGES}
