@@ -205,7 +205,8 @@ class Model:
         self.run.record_event("model", load_seconds=self._load_seconds, about=about, sampling=sampling)
 
     def _checkpoint_folder(self, name: str) -> Path:
-        return self.run.path / "checkpoints" / name
+        start = self.run.path / "start" / name
+        return start if start.is_dir() else self.run.path / "checkpoints" / name
 
     def _initialise(
         self, init_from: str | Path | None, path: Path, identity: Mapping[str, Any]
@@ -224,6 +225,7 @@ class Model:
         latest.verify()
         _blocking(self.backend.load(latest.path, policy_version=policy_version_of(latest)))
         load_random_sources(latest.path)
+        self.run.recall_learned(latest.state.get("trained_on", {}))
 
     # ---- what a cell uses -----------------------------------------------------------------------
 
@@ -263,7 +265,8 @@ class Model:
 
     @uninterrupted("going back to a checkpoint")
     def rollback(self, to: int | Literal["best"]) -> int:
-        """Go back to the checkpoint after ``to`` steps; returns the step the run stands at then.
+        """Go back to the checkpoint after ``to`` steps, 0 for the policy that the run began with; returns the
+        step the run stands at then.
 
         "best" is the checkpoint whose policy earned the highest mean reward when a step sampled from it, or
         what else ``best_metric`` says; it is kept beside the latest ones. Weights, optimizer, engine, random

@@ -35,7 +35,7 @@ from artnb.store.versions import versions
 from artnb.types import TrajectoryGroup
 from artnb.ui.display import log
 from artnb.ui.text import step_line
-from artnb.undo import whole_or_not_at_all
+from artnb.undo import keep_start, whole_or_not_at_all
 
 
 @dataclass
@@ -131,6 +131,7 @@ async def _step(
 ) -> StepResult:
     """Train, publish, and write it all down; until the run has moved on, everything can be undone."""
     step, skipped = model.run.step, rows.skipped
+    await keep_start(model.backend, model.run)
     tokens: dict[str, TokenRecord] = {}
     names = names_of(rows.samples, kind)
     metrics |= described_again(model.run.learned_before(names), kind)
@@ -144,6 +145,7 @@ async def _step(
     record = {**state, **about, **metrics}
     trained = time.perf_counter()
     made_by = {"config": dataclasses.asdict(config), "versions": versions(), **model.seeds(rows.groups)}
+    made_by["trained_on"] = model.run.lately_learned(step, names)
     with model.run.finishing_step(record, state | made_by, tokens) as (folder, seal):
         await to_its_end(model.backend.save(folder))
         save_random_sources(folder)

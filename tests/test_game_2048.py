@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from plain_2048 import Plain2048
 from scripted import ScriptedModel
 
 from artnb.environments import load_environment
@@ -140,6 +141,33 @@ def test_art_rules_spawn_after_every_move_and_end_at_a_full_board() -> None:
     assert not game.move("left") and count_empty(game.board) == 7
     game.board = ((2, 4, 2), (4, 2, 4), (2, 4, 4))
     assert game.is_over()
+
+
+def compare_with_the_plain_implementation(games: int, rules: str) -> None:
+    """Random games on 3x3 and 4x4 boards, every board, score and end of them."""
+    for seed in range(games):
+        size, draw = 3 + seed % 2, random.Random(f"moves {seed}")
+        game, plain = Game(seed, size, rules), Plain2048(seed, size, rules)
+        moves = 0
+        while not plain.is_over():
+            move = draw.choice(MOVES)
+            could = [one for one in MOVES if plain.slid(one)[0] != plain.cells] if moves % 8 == 0 else None
+            assert could is None or legal_moves(game.board) == could
+            assert not game.is_over() and game.move(move) == plain.move(move)
+            assert [tile for row in game.board for tile in row] == plain.cells and game.score == plain.score
+            moves += 1
+        assert game.is_over() and moves > 5
+
+
+@pytest.mark.parametrize("rules", ["classic", "art"])
+def test_random_games_are_those_of_an_independent_implementation(rules: str) -> None:
+    compare_with_the_plain_implementation(300, rules)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rules", ["classic", "art"])
+def test_ten_thousand_random_games_are_those_of_an_independent_implementation(rules: str) -> None:
+    compare_with_the_plain_implementation(10_000, rules)
 
 
 def scenario(n: int = 0, **variant: Any) -> Scenario:
@@ -273,6 +301,34 @@ def test_baselines_win_as_often_as_published(preset: str, policy: str, games: in
     wins = sum(environment.play(policy, one).metrics["win"] for one in environment.scenarios("test", games))
     tolerance = 3.5 * math.sqrt(published * (1 - published) / games) + 0.02
     assert abs(wins / games - published) < tolerance
+
+
+CLASSIC = [("random", 0.56), ("random_legal", 0.59), ("corner", 0.86), ("greedy", 0.89)]
+
+
+@pytest.mark.parametrize(("policy", "published"), CLASSIC)
+def test_baselines_win_as_often_as_published_by_the_classic_rules(policy: str, published: float) -> None:
+    environment = load_environment("game_2048", preset="4x4-128", rules="classic", max_turns=1000)
+    wins = sum(environment.play(policy, one).metrics["win"] for one in environment.scenarios("test", 150))
+    tolerance = 3.5 * math.sqrt(published * (1 - published) / 150) + 0.02
+    assert abs(wins / 150 - published) < tolerance
+
+
+@pytest.mark.slow
+def test_expectimax_wins_as_often_as_the_published_search_of_two_plies() -> None:
+    environment = load_environment("game_2048", preset="4x4-128")
+    wins = [environment.play("expectimax", one).metrics["win"] for one in environment.scenarios("test", 40)]
+    assert sum(wins) >= 39, "published: 1.00"
+
+
+def test_the_presets_are_those_of_the_card() -> None:
+    shape = {
+        preset: [
+            load_environment("game_2048", preset=preset).variant[k] for k in ("board", "win_tile", "rules")
+        ]
+        for preset in ("tile16", "3x3-32", "4x4-128")
+    }
+    assert shape == {"tile16": [4, 16, "classic"], "3x3-32": [3, 32, "art"], "4x4-128": [4, 128, "art"]}
 
 
 def test_expectimax_plays_better_than_greedy() -> None:

@@ -169,12 +169,12 @@ async def test_a_real_model_goes_back_bit_for_bit(tiny_model: Path, tmp_path: Pa
     with open_model(tiny_model, tmp_path, guard=guard) as model:
         trainer, optim_step = model.backend.trainer, model.backend.trainer.optim_step
 
-        def spoilt(config: Any) -> Any:
+        def spoilt(_: Any, config: Any) -> Any:
             if model.run.step == 2 and not model.run.controls.settings:
                 next(iter(trainer.parameters.values())).grad.fill_(float("nan"))
             return optim_step(config)
 
-        monkeypatch.setattr(trainer, "optim_step", spoilt)
+        monkeypatch.setattr(type(trainer), "optim_step", spoilt)
         seen = {}
         with pytest.warns(UserWarning, match="Going back to step 1"):
             for step in model.run.steps(4):

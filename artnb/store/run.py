@@ -29,7 +29,8 @@ from artnb.store.trajectories import PROCESS, Stored
 from artnb.store.versions import package_version, versions
 from artnb.types import Trajectory
 
-_REMEMBERED_STEPS = 200
+_REMEMBERED_STEPS, _KEPT_STEPS = 200, 4
+"""Steps whose data are known: to this process, to a checkpoint."""
 _live: dict[Path, Run] = {}
 _live_lock = threading.RLock()
 
@@ -64,7 +65,7 @@ class Run(Loop, RunFolder):
         """Step at which this process last wrote result.json."""
         self._configured: dict[str, Any] = {}
         self._learned: dict[int, frozenset[str]] = {}
-        """Names of what this process's latest steps trained on."""
+        """Names of what the latest steps trained on, by step."""
         self.on_step: list[Callable[[], object]] = []
         """Called after each finished step, in the thread that wrote its metrics."""
         self.listeners: list[Callable[[str, Any], object]] = []
@@ -167,6 +168,7 @@ class Run(Loop, RunFolder):
         self._describe(identity)
         folder = self.path / "checkpoints"
         cleaned = checkpoint_files.clean_leftovers(folder)
+        checkpoint_files.clean_leftovers(self.path / "start")
         latest = self.latest_checkpoint()
         self.step = latest.step if latest else 0
         finish_leftovers(self.path, self.step)
@@ -249,13 +251,22 @@ class Run(Loop, RunFolder):
         self._rank()
 
     def learned_before(self, names: Set[str]) -> int:
-        """How many of these trajectories or examples an earlier step of this process was trained on."""
+        """How many of these trajectories or examples an earlier step was trained on."""
         return len(names & frozenset().union(*self._learned.values()))
 
     def remember_learned(self, step: int, names: Set[str]) -> None:
         """Keep what a step was trained on, for ``learned_before``."""
         self._learned[step] = frozenset(names)
         self._learned.pop(step - _REMEMBERED_STEPS, None)
+
+    def lately_learned(self, step: int, names: Set[str]) -> dict[str, list[str]]:
+        """What a checkpoint after ``step`` keeps for ``recall_learned``: older rollouts are stale anyway."""
+        latest = {known: self._learned[known] for known in sorted(self._learned)[1 - _KEPT_STEPS :]}
+        return {str(known): sorted(those) for known, those in (latest | {step: names}).items()}
+
+    def recall_learned(self, kept: Mapping[str, Sequence[str]]) -> None:
+        """Take up what a checkpoint kept."""
+        self._learned = {int(step): frozenset(names) for step, names in kept.items()}
 
     # Records
 
@@ -366,6 +377,13 @@ class Run(Loop, RunFolder):
         with checkpoint_files.writing_checkpoint(self.path / "checkpoints", step, state) as folder:
             yield folder
             self.check_writable()
+
+    @contextlib.contextmanager
+    def writing_start(self, state: Mapping[str, Any]) -> Iterator[Path]:
+        """Yield an empty folder to fill with the policy before the first step; see ``start``."""
+        self.check_writable()
+        with checkpoint_files.writing_checkpoint(self.path / "start", 0, state) as folder:
+            yield folder
 
     def save_checkpoint(self, step: int, write: Callable[[Path], None], state: Mapping[str, Any]) -> Path:
         """Let ``write`` fill a folder that becomes the checkpoint of ``step`` as a whole or not at all."""

@@ -75,7 +75,9 @@ def require(condition: bool, message: str) -> None:
         raise ConfigurationError(message)
 
 
-def read_tagged(text: str | None, tag: str, pattern: str, *, cut_off: bool = False) -> str | None:
+def read_tagged(
+    text: str | None, tag: str, pattern: str, *, cut_off: bool = False, keep_case: bool = False
+) -> str | None:
     """The content of a reply that is exactly one tag, or None.
 
     >>> read_tagged("<move>left</move>", "move", "left|right")
@@ -86,4 +88,6 @@ def read_tagged(text: str | None, tag: str, pattern: str, *, cut_off: bool = Fal
     """
     end = f"</{tag}>" if cut_off else f"(?:</{tag}>)?"
     found = re.fullmatch(rf"\s*<{tag}>\s*({pattern})\s*{end}\s*", text or "", re.IGNORECASE)
-    return found.group(1).lower() if found else None
+    if not found:
+        return None
+    return found.group(1) if keep_case else found.group(1).lower()

@@ -43,13 +43,19 @@ def mirror(board: Board) -> Board:
     return tuple(row[::-1] for row in board)
 
 
+@lru_cache(maxsize=1 << 16)
+def _slide_back(row: Row) -> tuple[Row, int]:
+    """The same towards the row's right."""
+    after, points = slide(row[::-1])
+    return after[::-1], points
+
+
 def shift(board: Board, move: str) -> tuple[Board, int]:
     """The board after a move and before the spawn, and the points of its merges."""
     rows = transpose(board) if move in ("up", "down") else board
-    backwards = move in ("right", "down")
-    slid = [slide(row[::-1] if backwards else row) for row in rows]
-    after: Board = tuple(row[::-1] if backwards else row for row, _ in slid)
-    return (transpose(after) if move in ("up", "down") else after), sum(points for _, points in slid)
+    slid = list(map(_slide_back if move in ("right", "down") else slide, rows))
+    after = tuple([row for row, _ in slid])
+    return (transpose(after) if move in ("up", "down") else after), sum([points for _, points in slid])
 
 
 def legal_moves(board: Board) -> list[str]:
@@ -68,7 +74,7 @@ def merges_of_moves(board: Board) -> dict[str, int]:
 
 
 def empty_cells(board: Board) -> list[tuple[int, int]]:
-    return [(i, j) for i, row in enumerate(board) for j, tile in enumerate(row) if not tile]
+    return [(i, j) for i, row in enumerate(board) if 0 in row for j, tile in enumerate(row) if not tile]
 
 
 def count_empty(board: Board) -> int:
