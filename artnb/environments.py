@@ -14,8 +14,9 @@ An environment is a subpackage with these names:
 ``baselines`` (optional)
     Functions of a scenario that play without a model and return a reward or a Trajectory.
 ``metrics``, ``card``, ``render`` (optional)
-    Names of the metrics that every trajectory carries, the README text, and
-    ``render(trajectory) -> str``, HTML for the browser; every text of others passes through ``artnb.esc``.
+    Names of the metrics that every trajectory carries, the README text (it names every option, metric and
+    baseline in backquotes, and says ``Reward range: 0 to 1``), and ``render(trajectory) -> str``, HTML for
+    the browser; every text of others passes through ``artnb.esc``.
 ``dialogue(scenario) -> Dialogue`` (optional)
     An episode move by move: what the agent reads first, and what the environment answers it.
     ``artnb.chat`` plays it with a person, and ``rollout = artnb.rollout_of(dialogue)`` is all the rollout

@@ -208,7 +208,7 @@ def summarise(name: str, groups: Sequence[TrajectoryGroup], **facts: Any) -> Eva
 def policy_of(model: Any, policy: str) -> PolicyOf:
     """The model as another of its policies, to hand to ``gather``: ``"base"``, or ``"step_000012"``.
 
-    Raises ConfigurationError for another name.
+    A policy of a policy is one of the model behind it. Raises ConfigurationError for another name.
     """
     return PolicyOf(model, policy)
 
@@ -218,7 +218,7 @@ class PolicyOf:
 
     def __init__(self, model: Any, policy: str) -> None:
         self._model = model
-        self.name = f"{model.name}@{policy}"
+        self.name = f"{model.name.partition('@')[0]}@{policy}"
         self.policy_version = _version_of(policy)
 
     def __getattr__(self, attribute: str) -> Any:

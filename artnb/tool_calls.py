@@ -177,7 +177,7 @@ def _read_mistral(piece: str) -> list[dict[str, Any] | str]:
         return [_checked_call(name.strip(), arguments, call_id=call_id.strip() or None)]
     try:
         records = json.loads(piece)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return [f"the tool call is not JSON: {error}"]
     if not isinstance(records, list) or not records:
         return ["the tool calls are not a JSON list"]
@@ -203,7 +203,7 @@ def _read_call(body: str, key: str) -> dict[str, Any] | str:
     """The call in this JSON text, or what is wrong with it."""
     try:
         record = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return f"the tool call is not JSON: {error}"
     return _read_record(record, key)
 
@@ -226,11 +226,14 @@ def _checked_call(
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return f"the tool call's {key} are not JSON"
     if not isinstance(arguments, dict):
         return f"the tool call's {key} are not a JSON object"
-    return make_call(name, arguments, call_id)
+    try:
+        return make_call(name, arguments, call_id)
+    except RecursionError:  # read at the very limit of nesting, and a level too deep to be written
+        return f"the tool call's {key} are nested too deeply"
 
 
 def _string_arguments(name: str, tools: Tools) -> set[str]:
@@ -246,7 +249,7 @@ def _string_arguments(name: str, tools: Tools) -> set[str]:
 def _json_or_text(value: str) -> Any:
     try:
         return json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value
 
 

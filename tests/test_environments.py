@@ -1,17 +1,25 @@
-"""Is every installed environment found, loaded with its variant, and fair to its held-out splits?"""
+"""Does every environment keep the protocol: found, loaded, fair to its splits, unmoved by hostile agents?"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
+from hostile import problems
+from hostile_agents import HostileAgent, hostile_replies
 
 import artnb_environments
-from artnb.environments import available_environments, load_environment
+from artnb import FakeBackend, Model, gather, train_step
+from artnb.environments import Environment, available_environments, load_environment
 from artnb.errors import ConfigurationError
-from artnb.types import Scenario
+from artnb.tool_calls import parse_hermes
+from artnb.types import Scenario, Trajectory
 from artnb_environments import read_tagged, split_seeds
 
 FOLDERS = Path(artnb_environments.__path__[0])
@@ -84,6 +92,105 @@ def test_the_card_explains_every_option_metric_and_baseline(name: str) -> None:
     for word in [*environment.variant, *environment.metrics, *environment.policies]:
         assert f"`{word}`" in environment.card
     assert name in repr(environment)
+
+
+def reward_range(environment: Environment) -> tuple[float, float]:
+    """What the card says: ``Reward range: -1 to 1``."""
+    found = re.search(r"[Rr]eward range: ([-−]?[\d.]+) to ([-−]?\d+(?:\.\d+)?)", environment.card)
+    assert found, f"the card of {environment.name} does not say 'Reward range: A to B' of its default options"
+    low, high = (float(text.replace("−", "-")) for text in found.groups())
+    return low, high
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_baselines_stay_inside_the_card_s_range_and_an_oracle_reaches_its_top(name: str) -> None:
+    environment = load_environment(name)
+    low, high = reward_range(environment)
+    rewards = {
+        policy: [reward(scenario) for scenario in environment.scenarios("test", 12)]
+        for policy, reward in environment.baselines.items()
+    }
+    assert all(low <= reward <= high for played in rewards.values() for reward in played)
+    if "oracle" in rewards:
+        assert max(rewards["oracle"]) >= low + 0.95 * (high - low)
+        assert fmean(rewards["oracle"]) >= max(map(fmean, rewards.values())) - 1e-9
+
+
+# ---- hostile agents -----------------------------------------------------------------------------
+
+
+def _styles() -> Iterator[tuple[str, str, str]]:
+    """Every environment with a dialogue, in every style of reply that it knows."""
+    for name in NAMES:
+        variant = load_environment(name).variant
+        option = next((one for one in ("style", "move_style") if one in variant), "")
+        for value in ("tags", "tag", "tools", "word", "text") if option else ("",):
+            try:
+                environment = load_environment(name, **({option: value} if option else {}))
+            except ConfigurationError:
+                continue
+            if environment.dialogue is not None:
+                yield name, option, value
+
+
+@pytest.mark.parametrize(("name", "option", "value"), list(_styles()))
+async def test_hostile_agents_get_a_reward_in_the_card_s_range_and_every_metric(
+    name: str, option: str, value: str
+) -> None:
+    environment = load_environment(name, **({option: value} if option else {}))
+    low, high = reward_range(environment)
+    scenario = environment.scenarios("test", 1)[0]
+    for kind, replies in hostile_replies(environment).items():
+        for start in range(len(replies)):  # an episode may end with the first
+            agent = HostileAgent(replies[start:] + replies[:start])
+            trajectory = (await environment.rollout(agent, scenario)).finish()
+            what = f"{kind}, from reply {start}"
+            assert trajectory.reward is not None and low <= trajectory.reward <= high, what
+            assert set(trajectory.metrics) == set(environment.metrics), what
+            assert all(math.isfinite(number) for number in trajectory.metrics.values()), what
+            assert trajectory.turns and _answered(trajectory), what
+            assert Trajectory.from_json(json.loads(json.dumps(trajectory.to_json()))) == trajectory, what
+            if environment.render is not None:
+                assert not problems(environment.render(trajectory)), what
+
+
+def _answered(trajectory: Trajectory) -> bool:
+    """Whether each call of an answered turn has a result of its own, where there are tools."""
+    for history in (trajectory, *trajectory.additional_histories):
+        messages = history.messages() if history.tools else []
+        for place, message in enumerate(messages[:-1]):
+            asked = [call["id"] for call in message.get("tool_calls") or []]
+            told = [m.get("tool_call_id") for m in messages[place + 1 : place + 1 + len(asked)]]
+            if asked and asked != told:
+                return False
+    return True
+
+
+def test_a_call_nested_too_deeply_is_a_call_that_cannot_be_read() -> None:
+    for depth in (*range(900, 1100), 100_000):
+        value = "[" * depth + "]" * depth
+        for text in (
+            f'<tool_call>{{"name": "f", "arguments": {{"a": {value}}}}}</tool_call>',
+            f"<tool_call>{value}</tool_call>",
+        ):
+            read = parse_hermes(text)
+            assert bool(read.calls) != bool(read.error)
+    assert "not JSON" in (read.error or "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_step_of_gather_and_train_goes_through(name: str, tmp_path: Path) -> None:
+    environment = load_environment(name)
+    backend = FakeBackend(max_context=10**6)
+    with Model(run=name, root=tmp_path, backend=backend) as model:
+        scenarios = environment.scenarios("train", 2)
+        groups = await gather(environment.rollout, scenarios, model=model, group_size=3, progress=False)
+        assert [len(group) for group in groups] == [3, 3]
+        for trajectory in groups.trajectories:
+            assert trajectory.error is None and trajectory.turns
+            assert set(environment.metrics) <= set(trajectory.metrics)
+        await train_step(model, groups)
+        assert model.run.step == 1
 
 
 def test_an_unknown_split_baseline_or_count_is_an_error() -> None:

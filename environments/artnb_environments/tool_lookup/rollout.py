@@ -129,7 +129,7 @@ def read_tool_call(message: dict[str, Any]) -> tuple[str | None, str | None]:
         return None, None
     try:
         arguments = json.loads(calls[0]["function"]["arguments"])
-    except ValueError:
+    except (ValueError, RecursionError):  # a thousand brackets are no arguments either
         return None, None
     item = arguments.get("item") if isinstance(arguments, dict) else None
     return (item.strip().lower(), calls[0]["id"]) if isinstance(item, str) else (None, None)
