@@ -11,7 +11,7 @@ from artnb_environments.email_search import demonstration
 
 pytestmark = pytest.mark.slow
 
-SHOWN, REINFORCED = 8, 6
+SHOWN, REINFORCED = 8, 16
 
 
 async def test_it_learns_to_answer_from_a_small_inbox(tmp_path: Path) -> None:

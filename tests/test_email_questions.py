@@ -17,6 +17,7 @@ from scripted import ScriptedModel
 import artnb as nb
 from artnb.errors import ArtnbError, ConfigurationError, MissingDependency, Stopped
 from artnb.judging.loopback import Asked, LoopbackJudge, Says
+from artnb.prompted import prompted
 from artnb.types import Trajectory, TrajectoryGroup
 from artnb_environments.email_search import demonstration, semantic
 from artnb_environments.email_search.agreement import answer_agreement, use_judge
@@ -25,7 +26,6 @@ from artnb_environments.email_search.question_writer import write_questions
 from artnb_environments.email_search.reward import is_correct
 from artnb_environments.email_search.store import MailStore
 from artnb_environments.email_search.world import Mail
-from artnb_environments.prompted import prompted
 
 MAIL = """\
 From: {who} <{who}@example.com>

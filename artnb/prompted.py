@@ -6,7 +6,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from artnb import Dialogue, Scenario, Trajectory, Turn
+from artnb.dialogue import Dialogue
+from artnb.types import Scenario, Trajectory, Turn
 
 Rollout = Callable[[Any, Scenario], Awaitable[Trajectory]]
 
