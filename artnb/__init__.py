@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from artnb import criteria, scenarios
+from artnb.ask import ask
+from artnb.benchmark import Benchmark, benchmark
 from artnb.clean import clean_notebook
 from artnb.config import LoraConfig, SamplingConfig, TrainConfig
 from artnb.dialogue import Dialogue, rollout_of
@@ -41,6 +43,7 @@ from artnb.judge_report import JudgeReport, judge_report
 from artnb.parameters import parameters
 from artnb.places import run_root
 from artnb.plan import plan
+from artnb.prompted import prompted
 from artnb.report import report
 from artnb.rewards import Reward
 from artnb.rubric import Rubric
@@ -57,7 +60,7 @@ from artnb.types import (
     TrajectoryGroup,
     Turn,
 )
-from artnb.ui import RewardTable
+from artnb.ui import Progress, RewardTable
 from artnb.ui.html import esc
 
 if TYPE_CHECKING:
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from artnb.browser import browse
     from artnb.dashboard import Dashboard
     from artnb.distill import distill_step
+    from artnb.guard import Guard
     from artnb.mcp import ToolServer
     from artnb.model import Model, run
     from artnb.sft import sft_step
@@ -76,6 +80,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArtnbError",
+    "Benchmark",
     "CheckpointError",
     "ConfigurationError",
     "Dashboard",
@@ -85,6 +90,7 @@ __all__ = [
     "Failure",
     "FakeBackend",
     "Groups",
+    "Guard",
     "History",
     "Interrupted",
     "JudgeReport",
@@ -94,6 +100,7 @@ __all__ = [
     "NonFiniteLogits",
     "NothingToTrain",
     "OutOfMemory",
+    "Progress",
     "PromptTooLong",
     "PublicationError",
     "RequestError",
@@ -118,7 +125,9 @@ __all__ = [
     "TrajectoryGroup",
     "Turn",
     "WeaveTracker",
+    "ask",
     "available_environments",
+    "benchmark",
     "browse",
     "chat",
     "clean_notebook",
@@ -137,6 +146,7 @@ __all__ = [
     "parameters",
     "plan",
     "policy_of",
+    "prompted",
     "report",
     "rollout_of",
     "run",
@@ -153,6 +163,7 @@ __all__ = [
 _LATER = {
     "Dashboard": "artnb.dashboard",
     "FakeBackend": "artnb.backends.fake",
+    "Guard": "artnb.guard",
     "Model": "artnb.model",
     "StepResult": "artnb.train",
     "ToolServer": "artnb.mcp",

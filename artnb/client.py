@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import contextvars
 import functools
 import importlib
+import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Generator, Iterator
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -107,12 +109,29 @@ def _async_transport() -> Any:
 
         async def handle_async_request(self, request: Any) -> Any:
             call = self._app.reply(request.method, request.url.path, await request.aread())
-            limit = _time_limit(request)
-            try:
-                reply = await (call if limit is None else asyncio.wait_for(call, limit))
-            except TimeoutError as error:
-                raise httpx.ReadTimeout(f"no answer within {limit} s", request=request) from error
-            return _response(reply, request, _async_events)
+            reply = await within(call, request)
+            if reply.chunks is None:
+                return _response(reply, request, content=reply.encode())
+            return _response(reply, request, stream=Events(reply.events(), request))
+
+    class Events(httpx.AsyncByteStream):  # type: ignore[name-defined]
+        def __init__(self, events: AsyncGenerator[bytes], request: Any) -> None:
+            self._events, self._request = events, request
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            with contextlib.suppress(StopAsyncIteration):
+                while True:
+                    yield await within(anext(self._events), self._request)
+
+        async def aclose(self) -> None:
+            await self._events.aclose()
+
+    async def within(call: Awaitable[T], request: Any) -> T:
+        limit = _time_limit(request)
+        try:
+            return await (call if limit is None else asyncio.wait_for(call, limit))
+        except TimeoutError as error:
+            raise httpx.ReadTimeout(f"no answer within {limit} s", request=request) from error
 
     return InProcessTransport
 
@@ -127,18 +146,48 @@ def _sync_transport() -> Any:
             self._bridge = bridge
 
         def handle_request(self, request: Any) -> Any:
-            call = self._app.reply(request.method, request.url.path, request.read())
-            limit = _time_limit(request)
-            try:
-                reply = self._bridge.run(call, limit)
-            except TimeoutError as error:
-                raise httpx.ReadTimeout(f"no answer within {limit} s", request=request) from error
-            return _response(reply, request, Reply.events)
+            answer = _answer(self._app, request.method, request.url.path, request.read())
+            found = self._bridge.each(answer, _time_limit(request))
+            with timed(request):
+                reply = next(found)
+            if reply.chunks is not None:
+                return _response(reply, request, stream=Events(found, request))
+            found.close()
+            return _response(reply, request, content=reply.encode())
 
         def close(self) -> None:
             self._bridge.close()
 
+    class Events(httpx.SyncByteStream):  # type: ignore[name-defined]
+        def __init__(self, events: Generator[Any], request: Any) -> None:
+            self._events, self._request = events, request
+
+        def __iter__(self) -> Iterator[Any]:
+            with timed(self._request):
+                yield from self._events
+
+        def close(self) -> None:
+            self._events.close()
+
+    @contextlib.contextmanager
+    def timed(request: Any) -> Iterator[None]:
+        try:
+            yield
+        except TimeoutError as error:
+            words = f"no answer within {_time_limit(request)} s"
+            raise httpx.ReadTimeout(words, request=request) from error
+
     return InProcessSyncTransport
+
+
+async def _answer(app: ChatApp, method: str, path: str, content: bytes) -> AsyncGenerator[Any]:
+    """The reply, and the events of its stream if it is one."""
+    reply = await app.reply(method, path, content)
+    yield reply
+    if reply.chunks is not None:
+        async with contextlib.aclosing(reply.events()) as events:
+            async for event in events:
+                yield event
 
 
 @cache
@@ -153,15 +202,9 @@ def _sync_openai() -> Any:
     return InProcessOpenAI
 
 
-def _response(reply: Reply, request: Any, events: Callable[[Reply], Any]) -> Any:
-    content = reply.encode() if reply.chunks is None else events(reply)
+def _response(reply: Reply, request: Any, **body: Any) -> Any:
     headers = {"content-type": reply.content_type}
-    return _httpx().Response(reply.status, headers=headers, content=content, request=request)
-
-
-async def _async_events(reply: Reply) -> AsyncIterator[bytes]:
-    for event in reply.events():
-        yield event
+    return _httpx().Response(reply.status, headers=headers, request=request, **body)
 
 
 def _time_limit(request: Any) -> float | None:
@@ -180,20 +223,27 @@ def _refuse_running_loop() -> None:
 
 
 class _Bridge:
-    """Runs coroutines on a loop of another thread, in the caller's context."""
+    """Has a loop of another thread work, in the caller's context."""
 
     def __init__(self, loop_getter: LoopGetter) -> None:
         self._loop_getter = loop_getter
         self._private: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
-    def run(self, call: Coroutine[Any, Any, T], limit: float | None) -> T:
+    def each(self, items: AsyncGenerator[T], limit: float | None) -> Generator[T]:
+        """Items as they come, each within ``limit`` seconds; closing this ends them. Raises TimeoutError."""
         loop = self._loop()
-        done: concurrent.futures.Future[T] = concurrent.futures.Future()
-        tasks: list[asyncio.Task[T]] = []
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        found: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        tasks: list[asyncio.Task[None]] = []
+
+        async def pass_on() -> None:
+            async with contextlib.aclosing(items):
+                async for item in items:
+                    found.put(item)
 
         def start() -> None:
-            task = loop.create_task(call, context=context)
+            task = loop.create_task(pass_on(), context=context)
             tasks.append(task)
             task.add_done_callback(lambda finished: _pass_on(finished, done))
 
@@ -202,12 +252,17 @@ class _Bridge:
                 task.cancel()
 
         context = contextvars.copy_context()
+        done.add_done_callback(found.put)
         loop.call_soon_threadsafe(start)
         try:
-            return done.result(limit)
-        except BaseException:  # a time limit or KeyboardInterrupt: the sampling must not go on
-            loop.call_soon_threadsafe(stop)
-            raise
+            while (item := found.get(timeout=limit)) is not done:
+                yield item
+            done.result()
+        except queue.Empty:
+            raise TimeoutError from None
+        finally:
+            if not done.done():  # a time limit, KeyboardInterrupt, or closed: the sampling must not go on
+                loop.call_soon_threadsafe(stop)
 
     def close(self) -> None:
         with self._lock:

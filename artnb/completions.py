@@ -7,13 +7,14 @@ Every choice carries the exact turn (prompt ids, sampled ids, logprobs, policy v
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ from artnb.prompt_memory import PromptMemory, conversation_keys, next_key
 from artnb.recording import current_listener, current_recorder, record
 from artnb.rendering import Renderer
 from artnb.secrets import redact
+from artnb.streaming import Chunks, Spelling, Tokens
 from artnb.turnstile import take_turn
 from artnb.types import Message, Turn
 
@@ -32,8 +34,11 @@ __all__ = ["ChatApp", "ChatError", "Reply"]
 
 _log = logging.getLogger(__name__)
 _CHECKPOINT = re.compile(r"step_\d{6,}")
-_PIECE = 32
-"""Characters of content in one streamed chunk."""
+_PAUSE_SECONDS, _MOST_SHARE = 0.03, 0.1
+"""Between two chunks of a stream, at least; and of the time, for reading what was sampled so far."""
+
+Hear = Callable[[int, int], object]
+"""Called with a choice's index and a token of it, on the engine's thread."""
 
 
 @dataclass(frozen=True)
@@ -42,21 +47,22 @@ class Reply:
 
     status: int
     body: dict[str, Any] = field(default_factory=dict)
-    chunks: tuple[dict[str, Any], ...] | None = None
+    chunks: AsyncGenerator[dict[str, Any]] | None = None
 
     @property
     def content_type(self) -> str:
         return "application/json" if self.chunks is None else "text/event-stream"
 
     def encode(self) -> bytes:
-        if self.chunks is None:
-            return json.dumps(self.body).encode()
-        return b"".join(self.events())
+        """The body."""
+        return json.dumps(self.body).encode()
 
-    def events(self) -> Iterator[bytes]:
-        """The stream as server-sent events."""
-        for chunk in self.chunks or ():
-            yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
+    async def events(self) -> AsyncGenerator[bytes]:
+        """The stream as server-sent events; closing them ends the sampling."""
+        assert self.chunks is not None
+        async with contextlib.aclosing(self.chunks):
+            async for chunk in self.chunks:
+                yield b"data: " + json.dumps(chunk).encode() + b"\n\n"
         yield b"data: [DONE]\n\n"
 
 
@@ -98,14 +104,14 @@ class ChatApp:
         return await self._complete(read_request(body, self.sampling))
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """The same answer as chat.completion.chunk objects.
+        """The same answer as chat.completion.chunk objects, as it is sampled.
 
-        The engine returns whole turns, so the pieces come together once the turn is complete. The
-        last chunk of a choice carries its turn.
+        What may still become a tool call, a stop string or markup waits until that is known. The last
+        chunk of a choice carries its turn, with the exact tokens. Closing the iterator ends the sampling.
         """
-        request = read_request(body, self.sampling)
-        for chunk in _chunks(await self._complete(request), request.include_usage):
-            yield chunk
+        async with contextlib.aclosing(self._stream(read_request(body, self.sampling))) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     def models(self) -> dict[str, Any]:
         """What GET /v1/models answers; any saved checkpoint can be asked for too."""
@@ -121,14 +127,9 @@ class ChatApp:
         """Route one HTTP request; mistakes and failures become OpenAI error bodies."""
         try:
             return await self._route(method, path, content)
-        except ChatError as error:
-            return Reply(error.status, error.body())
-        except RequestError as error:
-            return Reply(400, ChatError(400, str(error)).body())
-        except Exception as error:  # the caller gets an answer, the log gets the traceback
-            _log.error("a chat completion failed: %s", redact(traceback.format_exc()))
-            failure = ChatError(500, f"{type(error).__name__}: {error}")
-            return Reply(500, failure.body())
+        except Exception as error:
+            failure = _failure(error)
+            return Reply(failure.status, failure.body())
 
     async def _route(self, method: str, path: str, content: bytes) -> Reply:
         match method, path.rstrip("/"):
@@ -140,10 +141,9 @@ class ChatApp:
                 if not isinstance(body, dict):
                     raise ChatError(400, "the request body must be a JSON object")
                 request = read_request(body, self.sampling)
-                completion = await self._complete(request)
                 if request.stream:
-                    return Reply(200, chunks=tuple(_chunks(completion, request.include_usage)))
-                return Reply(200, completion)
+                    return await _begun(self._stream(request))
+                return Reply(200, await self._complete(request))
             case "GET", "/v1/models":
                 return Reply(200, self.models())
             case "GET", model if model.startswith("/v1/models/"):
@@ -152,11 +152,45 @@ class ChatApp:
                 return Reply(200, {"id": name, "object": "model", "created": 0, "owned_by": "artnb"})
         raise ChatError(404, f"no route {method} {path}: only chat completions and models are served")
 
-    async def _complete(self, request: ChatRequest) -> dict[str, Any]:
+    async def _stream(self, request: ChatRequest) -> AsyncGenerator[dict[str, Any]]:
+        prompt, tokens = self._prompt(request), Tokens(request.n)
+        head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": request.model}
+        chunks, stop = Chunks(head), request.sampling.stop
+        has_tools = bool(request.tools) and request.calls_allowed
+
+        def parse(ids: Sequence[int]) -> Message:
+            return self.renderer.parse(ids, None, prompt_ids=prompt.ids, stop=stop).message
+
+        texts = [Spelling(parse, stop=stop, has_tools=has_tools) for _ in range(request.n)]
+        answer = asyncio.create_task(self._complete(request, prompt, tokens.hear))
+        answer.add_done_callback(lambda _: tokens.wake())
+        try:
+            while not answer.done():
+                await tokens.news()
+                started = time.perf_counter()
+                for index, ids in enumerate(tokens.ids if not answer.done() else ()):
+                    for chunk in chunks.of(index, texts[index].more(tuple(ids))):
+                        yield chunk
+                spent = time.perf_counter() - started
+                await asyncio.wait({answer}, timeout=max(_PAUSE_SECONDS, spent / _MOST_SHARE))
+            completion = await answer
+            for choice in completion["choices"]:
+                for chunk in chunks.of(choice["index"], texts[choice["index"]].rest(choice["message"])):
+                    yield chunk
+                yield chunks.last(choice)
+            if request.include_usage:
+                yield chunks.usage(completion["usage"])
+        finally:
+            answer.cancel()
+            await asyncio.gather(answer, return_exceptions=True)
+
+    async def _complete(
+        self, request: ChatRequest, prompt: _Prompt | None = None, hear: Hear | None = None
+    ) -> dict[str, Any]:
         policy = self._policy(request.model)
-        prompt = self._prompt(request)
+        prompt = prompt or self._prompt(request)
         sampling = self._fit(request, len(prompt.ids))
-        samples = [self._sample(request, prompt.ids, sampling, policy, i) for i in range(request.n)]
+        samples = [self._sample(request, prompt.ids, sampling, policy, i, hear) for i in range(request.n)]
         results = [await samples[0]] if request.n == 1 else await _together(samples)
         await take_turn()  # the answers of a batch come all at once
         choices = [
@@ -236,6 +270,7 @@ class ChatApp:
         sampling: SamplingConfig,
         policy: str,
         index: int,
+        hear: Hear | None,
     ) -> tuple[SampleResult, SamplingConfig, float]:
         if index and sampling.seed is not None:
             sampling = sampling.replace(seed=sampling.seed + index)
@@ -246,7 +281,7 @@ class ChatApp:
             top_logprobs=request.top_logprobs,
             request_id=uuid.uuid4().hex[:12],
             structured=request.structured,
-            on_token=current_listener() if request.n == 1 else None,
+            on_token=_listener(request, index, hear),
         )
         started = time.time()
         try:
@@ -321,6 +356,46 @@ class ChatApp:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
 
 
+def _listener(request: ChatRequest, index: int, hear: Hear | None) -> Callable[[int], object] | None:
+    """Who hears the tokens of a choice: its stream, and what ``listening`` was given."""
+    listener = current_listener() if request.n == 1 else None
+    if hear is None:
+        return listener
+
+    def both(token: int) -> None:
+        hear(index, token)
+        if listener is not None:
+            listener(token)
+
+    return both
+
+
+async def _begun(chunks: AsyncGenerator[dict[str, Any]]) -> Reply:
+    """A stream once its first chunk is there: what goes wrong before is an error with a status."""
+    first = await anext(chunks)
+
+    async def rest() -> AsyncGenerator[dict[str, Any]]:
+        async with contextlib.aclosing(chunks):
+            try:
+                yield first
+                async for chunk in chunks:
+                    yield chunk
+            except Exception as error:  # the status has been sent: clients raise what such a chunk says
+                yield _failure(error).body()
+
+    return Reply(200, chunks=rest())
+
+
+def _failure(error: Exception) -> ChatError:
+    """What the caller is told; of what was no mistake of theirs the log gets the traceback."""
+    if isinstance(error, ChatError):
+        return error
+    if isinstance(error, RequestError):
+        return ChatError(400, str(error))
+    _log.error("a chat completion failed: %s", redact("".join(traceback.format_exception(error))))
+    return ChatError(500, f"{type(error).__name__}: {error}")
+
+
 def _too_long(message: str) -> ChatError:
     return ChatError(400, message, param="messages", code="context_length_exceeded")
 
@@ -346,26 +421,3 @@ def _sampling_json(sampling: SamplingConfig, structured: Mapping[str, Any] | Non
         "stop": list(sampling.stop),
         **({"structured": structured} if structured else {}),
     }
-
-
-def _chunks(completion: Mapping[str, Any], include_usage: bool) -> Iterator[dict[str, Any]]:
-    head = {key: completion[key] for key in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk"
-
-    def chunk(index: int, delta: Mapping[str, Any], **more: Any) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "finish_reason": None, **more}
-        return {**head, "choices": [choice]}
-
-    for choice in completion["choices"]:
-        index, message = choice["index"], choice["message"]
-        yield chunk(index, {"role": "assistant", "content": ""})
-        for key in ("reasoning_content", "content"):
-            text = message.get(key) or ""
-            for start in range(0, len(text), _PIECE):
-                yield chunk(index, {key: text[start : start + _PIECE]})
-        for number, call in enumerate(message.get("tool_calls") or ()):
-            yield chunk(index, {"tool_calls": [{"index": number, **call}]})
-        last = {k: v for k, v in choice.items() if k not in ("index", "message")}
-        yield chunk(index, {}, **last)
-    if include_usage:
-        yield {**head, "choices": [], "usage": completion["usage"]}

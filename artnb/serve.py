@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from artnb.completions import ChatApp, ChatError, Reply
 from artnb.errors import ArtnbError, require
@@ -19,6 +20,7 @@ from artnb.secrets import keep_secret
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
+T = TypeVar("T")
 _MAX_BODY = 64 * 2**20
 """Bytes of a request body."""
 _MOST_CONNECTIONS = 512
@@ -106,7 +108,7 @@ def asgi_app(app: ChatApp, api_key: str) -> Callable[[Scope, Receive, Send], Awa
         else:
             reply = await _answer(app, scope, receive)
         if reply is not None:
-            await _send(reply, send)
+            await _send(reply, receive, send)
 
     return application
 
@@ -117,7 +119,12 @@ async def _answer(app: ChatApp, scope: Scope, receive: Receive) -> Reply | None:
     if content is None:
         error = ChatError(413, f"a request body may have {_MAX_BODY} bytes")
         return Reply(413, error.body())
-    answer = asyncio.create_task(app.reply(scope["method"], scope["path"], content))
+    return await _until_hangup(app.reply(scope["method"], scope["path"], content), receive)
+
+
+async def _until_hangup(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
+    """What the work returns; None when the caller hung up, which cancels it."""
+    answer = asyncio.create_task(work)
     hangup = asyncio.create_task(_hangup(receive))
     try:
         await asyncio.wait({answer, hangup}, return_when=asyncio.FIRST_COMPLETED)
@@ -146,12 +153,17 @@ async def _hangup(receive: Receive) -> None:
         continue
 
 
-async def _send(reply: Reply, send: Send) -> None:
+async def _send(reply: Reply, receive: Receive, send: Send) -> None:
     headers = [(b"content-type", reply.content_type.encode())]
     await send({"type": "http.response.start", "status": reply.status, "headers": headers})
     if reply.chunks is None:
         await send({"type": "http.response.body", "body": reply.encode()})
         return
-    for event in reply.events():
-        await send({"type": "http.response.body", "body": event, "more_body": True})
+    await _until_hangup(_send_events(reply, send), receive)
+
+
+async def _send_events(reply: Reply, send: Send) -> None:
+    async with contextlib.aclosing(reply.events()) as events:
+        async for event in events:
+            await send({"type": "http.response.body", "body": event, "more_body": True})
     await send({"type": "http.response.body", "body": b""})

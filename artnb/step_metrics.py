@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import os
 import statistics
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from artnb.batch import Rows
-from artnb.types import TrajectoryGroup
+from artnb.types import Sample, TrajectoryGroup
 
 _LOST = ("rows_shortened", "tokens_dropped")
 _SIZES = ("packed_tokens", "row_tokens", "padded_tokens", "out_of_memory_retries", *_LOST)
@@ -33,6 +34,19 @@ def describe_examples(rows: Rows) -> dict[str, float]:
         "tokens": sum(sample.sampled_tokens for sample in rows.samples),
         "rows_split": rows.notes["trajectories_split"],
     }
+
+
+def names_of(samples: Sequence[Sample], kind: str) -> set[str]:
+    """What a step is trained on: the ids of its trajectories, or digests of its examples."""
+    if kind == "train":
+        return {sample.trajectory_id for sample in samples}
+    return {hashlib.sha256(repr(sample.ids_T).encode()).hexdigest()[:32] for sample in samples}
+
+
+def described_again(count: int, kind: str) -> dict[str, float]:
+    """How much of the data was trained on before, where any was. Examples may be: that is an epoch."""
+    name = "trajectories_again" if kind == "train" else "examples_again"
+    return {name: float(count)} if count else {}
 
 
 def over_updates(parts: Sequence[Mapping[str, float]], kind: str) -> dict[str, float]:
@@ -107,6 +121,11 @@ def warnings_of(metrics: Mapping[str, float]) -> list[str]:
             f"{cut:.0f} turns were sampled with top_p, top_k or min_p, or in a structured form. Their ratio "
             "to the trained policy is biased, because training sees the whole vocabulary: sample without "
             "them to train."
+        )
+    if again := metrics.get("trajectories_again"):
+        found.append(
+            f"{again:.0f} of these trajectories were trained on before: the same data counts twice now. If "
+            "the cell was run again by mistake, go back with model.rollback; else gather anew for each step."
         )
     if (masked := metrics.get("fraction_masked", 0.0)) > MOST_MASKED:
         found.append(

@@ -10,7 +10,7 @@ from artnb.errors import CheckpointError, Interrupted, RunInUse
 from artnb.interrupts import to_its_end
 from artnb.session import remember, session
 from artnb.store import Checkpoint, Run
-from artnb.store.random_sources import load_random_sources
+from artnb.store.random_sources import load_random_sources, save_random_sources
 
 T = TypeVar("T")
 
@@ -55,6 +55,20 @@ async def _whole_or_not_at_all(backend: Any, work: Callable[[], Coroutine[Any, A
     if watch.interrupted:
         raise Interrupted("interrupted just after the step was finished and saved; it is on .partial", result)
     return result
+
+
+async def keep_start(backend: Any, run: Run) -> None:
+    """Keep the policy that a run begins with, before its first step, so that it can be gone back to.
+
+    Only an adapter, which is small; all weights of a model that is trained as a whole are those of its base.
+    Raises CheckpointError.
+    """
+    if run.step > 0 or getattr(backend, "trains_all", False) or run.start() is not None:
+        return
+    state = {"policy_version": backend.policy_version, "cursor": run.cursor}
+    with run.writing_start(state) as folder:
+        await to_its_end(backend.save(folder))
+        save_random_sources(folder)
 
 
 async def go_back(backend: Any, run: Run, checkpoint: Checkpoint) -> None:

@@ -24,10 +24,12 @@ def run(
 
 
 ROWS = {
+    "email_search": {"search", "milliseconds", "slowest_ms", "over_raw"},
     "engine": {
         *("workload", "concurrent", "raw_turns_per_second", "raw_tokens_per_second"),
         *("client_over_raw", "raw_over_generate", "prompt", "computed_prompt", "share_of_limit"),
     },
+    "game_2048": {"rules", "board", "moves", "moves_per_second", "plain_per_second", "over_plain"},
     "gather": {"turns", "sampled_tokens", "gather_seconds", "raw_seconds", "gather_over_raw"},
     "load": {"rollouts", "failed", "seconds", "turns_per_second", "lag_p99_ms", "lag_max_ms"},
     "judge": {"judge", "pairs_right", "consistent", "useless", "verdicts", "tokens"},
@@ -37,7 +39,9 @@ ROWS = {
     },
 }
 TOTALS = {
+    "email_search": {"mails", "generate_seconds", "store_seconds", "lsa_seconds"},
     "engine": {"matmul_tflops", "dtype"},
+    "game_2048": set(),
     "gather": {"gather_over_raw", "turns_per_second"},
     "load": {"growth", "worst_lag_p99_ms"},
     "judge": {"groups", "samples"},
@@ -98,3 +102,10 @@ def test_three_stacks_give_one_gradient(
     assert stacks["TRL, Unsloth"]["gradient_cosine"] > 0.999
     assert abs(stacks["TRL, Unsloth"]["entropy"] - stacks["artnb, peft"]["entropy"]) < 0.001
     assert all(stack["peak_memory_gib"] > 0 for stack in stacks.values())
+
+
+def test_the_mcp_benchmark_prints_one_line(repository: Path, monkeypatch: Any, capsys: Any) -> None:
+    output, figures = run(repository, "mcp", ["--quick", "--json"], monkeypatch, capsys)
+    assert output.count("\n") == 1
+    assert [row["transport"] for row in figures["rows"]] == ["in_process", "stdio"]
+    assert all({"tool_server_per_s", "sdk_client_per_s", "ratio"} <= row.keys() for row in figures["rows"])

@@ -605,6 +605,7 @@ async def test_a_turn_is_replayed_and_never_trained_on(tmp_path: Path) -> None:
     answer = await source.replay(one.id, 1)
     assert [e["text"] for e in answer["entries"]] == ["go", "first", "on", "third"]
     assert backend.requests[-1].prompt_ids == one.turns[1].prompt_ids
+    assert backend.requests[-1].sampling.seed is not None  # the engine's random state is left alone
     source.refresh()
     assert source.facts()["splits"] == ["replay", "train"]
     shown = source.trajectory(answer["id"])

@@ -22,6 +22,7 @@ from artnb.browser import Browser, widget
 from artnb.browser.answers import MOST_BYTES, in_parts
 from artnb.browser.static_view import browser_html, browser_text
 from artnb.store import Run
+from artnb.ui import live_widget
 
 HOSTILE = '<img src=x onerror="alert(1)"><script>alert(2)</script>'
 STATIC = Path(widget.__file__).parent.parent / "ui" / "static"
@@ -105,6 +106,36 @@ def groups_by_hand() -> nb.Groups:
         made.append(nb.TrajectoryGroup(trajectories, scenario))
     made[1][0].error = nb.Failure("ValueError", HOSTILE, f"Traceback\n{HOSTILE}")
     return made
+
+
+async def test_a_browser_whose_cell_is_run_again_ends(tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setenv("ARTNB_UI", "live")
+    cell = ["first"]
+    monkeypatch.setattr(live_widget, "cell_id", lambda: cell[0])
+    monkeypatch.setattr(widget, "make_widget", lambda *_: Wire())
+    monkeypatch.setattr(widget, "show_widget", lambda _: None)
+    monkeypatch.setattr(widget, "Live", lambda *_, **__: None)
+    with open_fake(tmp_path) as model:
+        made = [nb.browse(model.run) for _ in range(4)]
+        for place, browser in zip(("first", "first", "second", None), made, strict=True):
+            cell[0] = place
+            browser._ipython_display_()
+            browser._hear(None, {"type": "ready", "view": str(id(browser))})
+            await asyncio.sleep(0)
+        tasks = [browser._task for browser in made]
+        await asyncio.wait(tasks[:1], timeout=5)
+        assert [task.done() for task in tasks] == [True, False, False, False]  # two cells may show one run
+        assert made[0].widget is None and made[1].widget is not None
+        made[2]._hear(None, {"type": "gone", "view": str(id(made[2]))})  # its output was cleared
+        await asyncio.wait([tasks[2]], timeout=5)
+        assert tasks[2].done() and made[2].widget is None and not tasks[3].done()
+        cell[0] = "third"
+        made[0]._ipython_display_()  # shown again, it answers again
+        made[0]._hear(None, {"type": "ready", "view": "again"})
+        assert (await Page(made[0], made[0].widget).ask("facts"))["name"] == "demo"
+        for browser in made:
+            browser.close()
+        assert not live_widget._in_cells and not any(one in made for one in live_widget._latest.values())
 
 
 # ---- answers ------------------------------------------------------------------------------------

@@ -72,6 +72,56 @@ async def test_tools_streams_and_extras_pass_through():
     assert Turn.from_choice(last).message["content"] == text
 
 
+async def test_a_stream_arrives_while_it_is_sampled_and_ends_when_nobody_reads_it():
+    app, backend = make_app(("abc " * 20,), delay=1.0)
+    client = async_client(app)
+    seen = []
+    with recording() as recorder:
+        async for chunk in await client.chat.completions.create(model="agent", messages=ASK, stream=True):
+            seen.append((backend.active, chunk.choices[0].delta.content or ""))
+    assert "".join(text for _, text in seen) == "abc " * 20
+    assert len([text for active, text in seen if active and text]) > 3
+    assert [call.turn.message["content"] for call in recorder.calls] == ["abc " * 20]
+    stream = await client.chat.completions.create(model="agent", messages=ASK, stream=True)
+    async for _ in stream:
+        break
+    await stream.close()
+    assert (backend.active, backend.cancelled) == (0, 1)
+
+
+def test_the_sync_client_streams_as_well():
+    app, backend = make_app(("abc " * 20,), delay=1.0)
+    client = sync_client(app, lambda: None)
+    seen = []
+    for chunk in client.chat.completions.create(model="agent", messages=ASK, stream=True):
+        seen.append((backend.active, chunk.choices[0].delta.content or ""))
+    assert "".join(text for _, text in seen) == "abc " * 20
+    assert len([text for active, text in seen if active and text]) > 3
+    with client.chat.completions.create(model="agent", messages=ASK, stream=True) as stream:
+        next(iter(stream))
+    deadline = time.monotonic() + 5
+    while backend.active and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert (backend.active, backend.cancelled) == (0, 1)
+    client.close()
+
+
+async def test_a_stream_that_breaks_is_an_error_of_openai_s():
+    app, backend = make_app(("abc " * 20,), delay=0.2)
+
+    async def broken(request, ids):
+        request.on_token(ids[0])
+        await asyncio.sleep(0.1)
+        raise RuntimeError("the engine died")
+
+    backend._tell = broken
+    with pytest.raises(openai.APIError, match="the engine died"):
+        async for _ in await async_client(app).chat.completions.create(
+            model="agent", messages=ASK, stream=True
+        ):
+            pass
+
+
 async def test_mistakes_are_openai_s_errors():
     app, _ = make_app(max_context=64)
     client = async_client(app)
@@ -230,6 +280,24 @@ def test_serve_cancels_the_sampling_when_the_caller_hangs_up():
         client = openai.OpenAI(base_url=server.url, api_key=server.api_key, max_retries=0, timeout=0.2)
         with pytest.raises(openai.APITimeoutError):
             client.chat.completions.create(model="agent", messages=ASK)
+        client.close()
+        deadline = time.monotonic() + 5
+        while backend.active and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert (backend.active, backend.cancelled) == (0, 1)
+
+
+def test_serve_streams_as_it_is_sampled_and_stops_when_the_caller_hangs_up():
+    app, backend = make_app(("abc " * 20,), delay=1.0)
+    with serve(app) as server:
+        client = openai.OpenAI(base_url=server.url, api_key=server.api_key, max_retries=0)
+        seen = []
+        for chunk in client.chat.completions.create(model="agent", messages=ASK, stream=True):
+            seen.append((backend.active, chunk.choices[0].delta.content or ""))
+        assert "".join(text for _, text in seen) == "abc " * 20
+        assert len([text for active, text in seen if active and text]) > 3
+        with client.chat.completions.create(model="agent", messages=ASK, stream=True) as stream:
+            next(iter(stream))
         client.close()
         deadline = time.monotonic() + 5
         while backend.active and time.monotonic() < deadline:

@@ -1,6 +1,7 @@
 """OpenAI's chat completions over a backend: what comes back, and what is refused."""
 
 import asyncio
+import copy
 import itertools
 import json
 
@@ -188,6 +189,88 @@ async def test_a_stream_spells_the_same_answer_and_ends_with_the_turn():
     last = chunks[-2]["choices"][0]
     assert last["finish_reason"] == "tool_calls" and turn_of(last).finish_reason == "tool_calls"
     assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] > 1
+
+
+async def test_a_stream_comes_as_it_is_sampled_and_adds_up_exactly():
+    app, backend = make_app(["One two three four é five."], delay=1.0)
+    arrived = []
+    async for chunk in app.stream({"model": "agent", "messages": ASK}):
+        arrived.append((backend.active, chunk["choices"][0]["delta"].get("content", "")))
+    early = "".join(text for active, text in arrived if active)
+    assert early.startswith("One two") and len([text for active, text in arrived if active and text]) > 3
+    assert "".join(text for _, text in arrived) == "One two three four é five." and "\ufffd" not in early
+
+
+@pytest.mark.parametrize(
+    ("reply", "options"),
+    [
+        (f"I ask the shop. {CALL}", {"tools": TOOLS}),
+        ("it is <call>kite</call> and more", {"stop": ["</call>"]}),
+        ("  spaced out \n\n ", {}),
+        ("a < b and </thi", {}),
+        ("{not json} at all", {"tools": TOOLS}),
+        ("cut off in the mid\u00e9", {"max_tokens": 19}),
+    ],
+)
+async def test_a_stream_tells_nothing_that_it_would_have_to_take_back(reply, options):
+    app, _ = make_app([reply], delay=0.4)
+    whole = (await ask(app, **options))["choices"][0]
+    chunks = [c["choices"][0] async for c in app.stream({"model": "agent", "messages": ASK, **options})]
+    assert "".join(c["delta"].get("content", "") for c in chunks) == whole["message"]["content"]
+    calls = [call for c in chunks for call in c["delta"].get("tool_calls", [])]
+    assert len(calls) == len(whole["message"].get("tool_calls", []))
+    assert turn_of(chunks[-1]).completion_ids == turn_of(whole).completion_ids
+
+
+@pytest.mark.parametrize("opens", [False, True])
+async def test_a_stream_tells_thinking_apart(opens):
+    thinking = "First I think.\nThen I know."
+    tokenizer = copy.deepcopy(make_tokenizer("qwen3"))
+    if opens:
+        tokenizer.chat_template += "{% if add_generation_prompt %}<think>\n{% endif %}"
+    reply = f"{'' if opens else '<think>'}{thinking}</think>It is four."
+    app, _ = make_app([reply], tokenizer=tokenizer, delay=0.4)
+    chunks = [c["choices"][0] async for c in app.stream({"model": "agent", "messages": ASK})]
+    told = {name: [c["delta"].get(name, "") for c in chunks] for name in ("reasoning_content", "content")}
+    assert {name: "".join(texts) for name, texts in told.items()} == {
+        "reasoning_content": thinking,
+        "content": "It is four.",
+    }
+    assert sum(map(bool, told["reasoning_content"])) > 1
+
+
+async def test_choices_are_streamed_side_by_side():
+    app, _ = make_app(["one and all", "two and all"], delay=0.3)
+    texts = ["", ""]
+    async for chunk in app.stream({"model": "agent", "messages": ASK, "n": 2}):
+        texts[chunk["choices"][0]["index"]] += chunk["choices"][0]["delta"].get("content", "")
+    assert sorted(texts) == ["one and all", "two and all"]
+
+
+async def test_who_stops_reading_a_stream_stops_the_sampling():
+    app, backend = make_app(["many words to say"], delay=60)
+    chunks = app.stream({"model": "agent", "messages": ASK})
+    assert (await anext(chunks))["choices"][0]["delta"]["role"] == "assistant" and backend.active == 1
+    await chunks.aclose()
+    assert (backend.active, backend.cancelled) == (0, 1)
+
+
+async def test_a_stream_that_cannot_begin_is_an_error_with_a_status_and_one_that_breaks_says_so(caplog):
+    app, backend = make_app(["many words to say"], delay=0.2)
+    too_long = json.dumps({"model": "agent", "messages": ASK, "stream": True, "max_tokens": 10**6})
+    reply = await app.reply("POST", "/v1/chat/completions", too_long.encode())
+    assert (reply.status, reply.chunks) == (400, None)
+    tell = backend._tell
+
+    async def broken(request, ids):
+        await tell(request, ids[:3])
+        raise RuntimeError("the engine died")
+
+    backend._tell = broken
+    body = json.dumps({"model": "agent", "messages": ASK, "stream": True}).encode()
+    events = [event async for event in (await app.reply("POST", "/v1/chat/completions", body)).events()]
+    assert b"the engine died" in events[-2] and b'"error"' in events[-2] and events[-1] == b"data: [DONE]\n\n"
+    assert "the engine died" in caplog.text
 
 
 async def test_policies_are_reached_by_name():

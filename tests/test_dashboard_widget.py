@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from steps import open_fake
 import artnb as nb
 from artnb.dashboard import widget
 from artnb.store import Run
+from artnb.ui import live_widget
 
 # ---- the widget ---------------------------------------------------------------------------------
 
@@ -58,6 +61,53 @@ async def test_a_view_that_comes_gets_everything_and_the_others_agree(tmp_path: 
             assert all(browser.take(message) for message in wire.sent for browser in browsers)
             wire.sent.clear()
         assert browsers[0].tables == browsers[1].tables and len(browsers[0].tables["steps"]) == 4
+
+
+async def test_a_long_run_comes_as_an_outline_and_in_full_where_somebody_zooms_in(tmp_path: Path):
+    with Run.open("long", tmp_path, identity={"base_model": "none"}) as run:
+        values = {f"measured {i}": 1 / (i + 3) for i in range(36)}
+        lines = [
+            json.dumps(
+                {"kind": "train", "step": s, "session": 1, "time": 1.0, "reward_mean": s / 4000} | values
+            )
+            for s in range(4000)
+        ]
+        (tmp_path / "long" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+        dashboard, wire = shown(run)
+        browser = Browser()
+        dashboard._hear(None, {"type": "ready", "view": "one"})
+
+        def hear() -> int:
+            wire.sent.clear()
+            tell(dashboard)
+            assert all(map(browser.take, wire.sent))
+            return sum(len(json.dumps(message)) for message in wire.sent)
+
+        assert 100_000 < hear() < 1_000_000
+        known = sorted(int(step) for step in browser.tables["steps"])
+        assert browser.head["steps"] == 4000 and known[0] == 0 and known[-50:] == list(range(3950, 4000))
+        assert len(known) < 1500 and max(b - a for a, b in itertools.pairwise(known)) < 20
+        dashboard._hear(None, {"type": "detail", "run": 0, "first": 1000.4, "last": 1200.6, "view": "one"})
+        assert dashboard._is_asked and 0 < hear() < 1_000_000
+        assert {str(step) for step in range(1001, 1201)} <= set(browser.tables["steps"])
+        dashboard._hear(None, {"type": "detail", "run": 0, "first": "all", "last": None, "view": "one"})
+        assert hear() == 0
+
+
+async def test_a_run_that_races_is_drawn_four_times_a_second(tmp_path: Path):
+    with Run.open("fast", tmp_path, identity={"base_model": "none"}) as run:
+        dashboard, wire = shown(run)
+        dashboard._loop = asyncio.get_running_loop()
+        dashboard._hear(None, {"type": "ready", "view": "one"})
+        dashboard._start()
+        browser, until = Browser(), asyncio.get_running_loop().time() + 1.5
+        while asyncio.get_running_loop().time() < until:
+            run.append_metrics({"kind": "train", "step": run.step, "reward_mean": 0.5})
+            await asyncio.sleep(0.01)
+        pictures = [message for message in wire.sent if not message["more"]]
+        assert 2 <= len(pictures) <= 7 and all(map(browser.take, wire.sent))
+        assert len(browser.tables["steps"]) > 3 * len(pictures)  # nothing is left out
+        dashboard.close()
 
 
 async def test_a_click_only_writes_into_the_journal(tmp_path: Path):
@@ -184,7 +234,7 @@ def test_a_name_without_a_run_is_an_error(tmp_path: Path):
 async def test_a_dashboard_whose_cell_is_run_again_ends(tmp_path: Path, monkeypatch: Any):
     monkeypatch.setenv("ARTNB_UI", "live")
     cell = ["first"]
-    monkeypatch.setattr(widget, "cell_id", lambda: cell[0])
+    monkeypatch.setattr(live_widget, "cell_id", lambda: cell[0])
     monkeypatch.setattr(widget, "show_widget", lambda _: None)
     monkeypatch.setattr(widget, "Slot", lambda: None)
     monkeypatch.setattr(widget, "Live", lambda *_, **__: None)
@@ -204,7 +254,7 @@ async def test_a_dashboard_whose_cell_is_run_again_ends(tmp_path: Path, monkeypa
         assert tasks[2].done() and not tasks[3].done()
         for dashboard in made:
             dashboard.close()
-        assert not widget._shown and not widget._latest
+        assert not live_widget._in_cells and not any(one in made for one in live_widget._latest.values())
 
 
 async def test_a_session_shorter_than_a_heartbeat_hears_what_was_clicked(monkeypatch: Any):

@@ -124,9 +124,15 @@ def test_any_request_is_answered_or_refused_and_never_a_failure(cases: int):
 
     def check(body: Any) -> None:
         backend.requests.clear()
-        reply = asyncio.run(app.reply("POST", "/v1/chat/completions", json.dumps(body).encode()))
+        asyncio.run(answer(body))
+
+    async def answer(body: Any) -> None:
+        reply = await app.reply("POST", "/v1/chat/completions", json.dumps(body).encode())
         assert reply.status in (200, 400, 404), reply.encode()
-        b"".join(reply.events()) if reply.chunks is not None else json.loads(reply.encode())
+        if reply.chunks is None:
+            json.loads(reply.encode())
+        else:
+            assert [event async for event in reply.events()][-1] == b"data: [DONE]\n\n"
 
     try_all(cases, bodies, check)
 

@@ -120,6 +120,42 @@ def test_the_notebook_without_data_has_tasks_written_and_attempts_judged(tmp_pat
     assert "evaluation after" in page and "judge" in page
 
 
+def test_the_notebook_on_an_mcp_server_trains_compares_and_judges(tmp_path):
+    result = run_demo("finance_mcp", TINY, tmp_path)
+    record = json.loads(result.read_text())
+    assert record["status"] == "complete" and len(record["reward_by_step"]) == 2
+    assert record["evaluation"]["baselines"]["oracle"]["mean_reward"] == 1.1
+    folder = next(tmp_path.iterdir())
+    executed = {cell.get("id"): cell for cell in read(folder / "finance_mcp.ipynb").cells}
+    assert "Today is 2013-03-01" in str(executed["tools"].outputs)
+    assert "the last one before it was 2012-12-24" in str(executed["tools"].outputs)
+    (table,) = (output["data"]["text/html"] for output in executed["table"].outputs if "data" in output)
+    for name in ("right tool", "right arguments", "calls / oracle", "right answer", "seconds", "1,000 runs"):
+        assert name in table
+    assert all(name in table for name in ("random", "heuristic", "oracle", "before", "after"))
+    assert "At what price did" in str(executed["zero"].outputs)
+    assert "None" not in executed["judged"].outputs[0].get("text", ""), "every attempt was judged"
+    assert "widgets" not in read(folder / "finance_mcp.ipynb").metadata
+
+
+def test_the_notebook_on_mail_imports_trains_and_evaluates_each_level(tmp_path):
+    result = run_demo("email_search", TINY | {"evaluation_scenarios": 3}, tmp_path)
+    record = json.loads(result.read_text())
+    assert record["status"] == "complete"
+    assert record["evaluation"]["baselines"]["oracle"]["metrics"]["correct"] == 1.0
+    folder = next(tmp_path.iterdir())
+    executed = {cell.get("id"): cell for cell in read(folder / "email_search.ipynb").cells}
+    assert "40 messages read, 40 kept in 1 inbox" in str(executed["import"].outputs)
+    levels = str(executed["after"].outputs)
+    assert all(f"after, level {level}" in levels for level in (1, 2, 3)) and "source_recall" in levels
+    assert "the best: reward" in str(executed["browse"].outputs) and "truth" in str(
+        executed["browse"].outputs
+    )
+    compared = str(executed["compare"].outputs)
+    assert "1,000 runs" in compared and "before" in compared and "after" in compared
+    assert "widgets" not in read(folder / "email_search.ipynb").metadata
+
+
 def test_the_sweep_notebook_compares_runs_of_the_bundled_model(tmp_path):
     folder = tmp_path / "swept"
     folder.mkdir()

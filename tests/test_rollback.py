@@ -56,12 +56,34 @@ async def test_a_step_without_a_checkpoint_is_refused_and_nothing_moves(tmp_path
         with pytest.raises(nb.CheckpointError, match="no checkpoint of step 1; complete ones: none yet"):
             model.rollback(1)
         await train(model, 0.5, 0.5, 0.5, 0.5)
-        for missing in (0, 1, 9):
+        for missing in (1, 9):
             with pytest.raises(nb.CheckpointError, match=f"of step {missing}; complete ones: 3, 4"):
                 model.rollback(missing)
         with pytest.raises(nb.ConfigurationError, match="'best'"):
             model.rollback("worst")  # type: ignore[arg-type]
         assert model.run.step == model.policy_version == 4
+
+
+@pytest.mark.usefixtures("one_thread")
+async def test_the_policy_that_a_run_began_with_can_be_gone_back_to(tiny_model: Path, tmp_path: Path):
+    with open_model(tiny_model, tmp_path, keep_checkpoints=1) as model:
+        before = logprobs(model)
+        assert model.run.start() is None
+        for _ in range(3):
+            await nb.train_step(model, await play(model), **LEARN)
+        assert not torch.equal(logprobs(model), before)
+        asked = {"messages": [{"role": "user", "content": "?"}], "max_tokens": 4, "temperature": 0.0}
+        first = await model.client.chat.completions.create(model=f"{model.name}@step_000000", **asked)
+        assert first.choices[0].model_extra["policy_version"] == 0
+        assert nb.chat(model).policies[:3] == ["current", "base", "step_000000"]
+        assert model.rollback(0) == 0 and torch.equal(logprobs(model), before)
+        assert model.run.step == model.policy_version == 0 and not model.run.checkpoints()
+        again = await model.client.chat.completions.create(model=model.name, **asked)
+        assert again.choices[0].message.content == first.choices[0].message.content
+        await nb.train_step(model, await play(model), **LEARN)
+        assert model.run.step == 1 and model.run.known_steps() == [0, 1]
+    with open_model(tiny_model, tmp_path) as model:
+        assert model.run.step == 1 and model.rollback(0) == 0 and torch.equal(logprobs(model), before)
 
 
 async def test_the_best_is_kept_and_found(tmp_path: Path):

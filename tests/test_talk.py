@@ -431,8 +431,13 @@ async def test_a_page_speaks_hears_stops_and_begins_anew(tmp_path: Path, monkeyp
         hear(None, {"type": "reset"})
         await until(lambda: wire.texts == [])
         assert [len(t.turns) for t in kept(model)] == [1]
+        talk.screen._plan()
         talk.screen.close()
-        assert wire.closed
+        assert wire.closed and talk.screen._timer is None
+        again = await shown(talk, monkeypatch)  # a chat that was closed draws when it is shown again
+        hear(None, {"type": "say", "text": "are you there?"})
+        await until(lambda: again.texts[:1] == ["are you there?"])
+        talk.close()
 
 
 async def test_a_page_chooses_and_is_told_what_cannot_be(tmp_path: Path, monkeypatch: Any):

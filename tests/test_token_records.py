@@ -19,6 +19,7 @@ from test_out_of_memory import narrow
 import artnb as nb
 from artnb.backends.base import StepStats, TokenValues
 from artnb.batch import to_samples
+from artnb.browser.source import source_of
 from artnb.errors import ArtnbError
 from artnb.step_tokens import token_records
 from artnb.store.token_records import TokenRecord, read_token_records, write_token_records
@@ -207,6 +208,41 @@ async def test_the_values_are_those_of_the_policy_before_the_step(tiny_model, tm
         np.testing.assert_allclose(found[one.id].weights, samples[one.id].weights_T[start:], rtol=1e-6)
         assert one.turns[0].sampling["temperature"] == 0.7
     assert tokens_folder(model) == ["step_000000.safetensors"]
+
+
+async def test_the_browser_colours_tokens_by_what_a_real_step_recorded(tiny_model, tmp_path):
+    """The engine's logprobs beside the trainer's, their ratio, advantages, entropies and weights."""
+    with open_model(tiny_model, tmp_path) as model:
+        first = await play(model)
+        await nb.train_step(model, first, learning_rate=5e-2, minibatches=2)
+        source = source_of(model)
+        recorded = read_token_records(model.run.path, 0)
+        ratios, shown_ones = [], 0
+        for one in first.trajectories:
+            shown = source.tokens(one.id)
+            start, values = len(one.turns[0].prompt_ids), shown["values"]
+            assert shown["ids"] == list(one.turns[0].ids) and len(shown["texts"]) == shown["total"]
+            np.testing.assert_allclose(values["logprob"][start:], one.turns[0].logprobs, atol=1e-4)
+            if one.id not in recorded:
+                assert shown["missing"]["ratio"]
+                continue
+            own, shown_ones = recorded[one.id], shown_ones + 1
+            assert not shown["missing"]
+            for name, array in (
+                ("trainer_logprob", own.trainer_logprobs),
+                ("advantage", own.advantages),
+                ("entropy", own.entropies),
+                ("weight", own.weights),
+            ):
+                assert values[name][:start] == [None] * start
+                np.testing.assert_allclose(values[name][start:], array, atol=1e-3)
+            expected = np.exp(own.trainer_logprobs - np.float32(one.turns[0].logprobs))
+            np.testing.assert_allclose(values["ratio"][start:], expected, atol=1e-3)
+            ratios += values["ratio"][start:]
+            assert source.trajectory(one.id)["facts"]["advantage"] == pytest.approx(
+                own.advantages.mean(), abs=1e-4
+            )
+    assert shown_ones >= 8 and max(abs(ratio - 1) for ratio in ratios) > 1e-3  # the second update's rows
 
 
 async def test_every_row_is_recorded_once_over_several_updates(model, tiny_model):

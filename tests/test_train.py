@@ -153,7 +153,8 @@ async def test_groups_are_trained_on_once(fake):
     with pytest.raises(nb.StalePolicy, match="version 0, the model is at version 1 and max_staleness is 0"):
         await nb.train_step(fake, groups)
     assert fake.run.step == 1
-    result = await nb.train_step(fake, groups, max_staleness=1)
+    with pytest.warns(UserWarning, match="of these trajectories were trained on before"):
+        result = await nb.train_step(fake, groups, max_staleness=1)
     assert result.metrics["staleness"] == 1 and "policy versions old 1" in repr(result)
     with pytest.raises(nb.StalePolicy, match="sampled under policy version 3"):
         await nb.train_step(fake, [group(0, 1, version=3)], max_staleness=5)  # from the future

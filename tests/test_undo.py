@@ -151,7 +151,15 @@ async def test_a_second_cancellation_waits_for_the_undoing(fake, monkeypatch):
     assert ended and fake.policy_version == 0
 
 
-async def test_a_checkpoint_is_not_torn_away_while_it_is_written(fake, monkeypatch):
+def leftovers(model):
+    return list(model.run.path.rglob(".step_*"))
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_checkpoint_is_not_torn_away_while_it_is_written(fake, monkeypatch, is_first):
+    if not is_first:  # the first step also keeps the policy before it
+        await nb.train_step(fake, [group(0, 1)])
+        fake.rollback(0)
     ended = []
     save = fake.backend.save
 
@@ -166,7 +174,7 @@ async def test_a_checkpoint_is_not_torn_away_while_it_is_written(fake, monkeypat
     with pytest.raises(asyncio.CancelledError):
         await task
     assert ended and fake.policy_version == 0
-    assert not list((fake.run.path / "checkpoints").iterdir())
+    assert not fake.run.checkpoints() and not leftovers(fake)
 
 
 async def test_an_interrupt_that_comes_too_late_is_still_heard(fake, monkeypatch):
@@ -227,12 +235,16 @@ def files_of_at_most(size):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_full_disk_undoes_the_step_and_it_can_be_repeated(model):
+@pytest.mark.parametrize("is_first", [True, False])
+async def test_a_full_disk_undoes_the_step_and_it_can_be_repeated(model, is_first):
+    if not is_first:  # the first step also keeps the policy before it
+        await nb.train_step(model, await play(model), **LEARN)
+        model.rollback(0)
     groups, before = await play(model), state_of(model)
     with files_of_at_most(20_000), pytest.raises(nb.CheckpointError, match=r"File too large|free space"):
         await nb.train_step(model, groups, **LEARN)
     assert_same(before, state_of(model))
-    assert not [p for p in (model.run.path / "checkpoints").iterdir() if p.name.startswith(".")]
+    assert not leftovers(model)
     assert (await nb.train_step(model, groups, **LEARN)).policy_version == 1
     model.run.latest_checkpoint().verify()
 

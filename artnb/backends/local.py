@@ -326,6 +326,8 @@ class LocalBackend:
         self._closed = True
         self.engine.close()
         await asyncio.to_thread(self._compute.shutdown)
+        if self._trainer is not None:  # the frames of an error that the kernel keeps may hold it
+            vars(self._trainer).clear()
         self._trainer, self._published = None, {}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shlex
 import time
 import uuid
@@ -196,7 +197,9 @@ async def replay(model: Any, record: Mapping[str, Any], turn: int) -> Trajectory
 
     trajectory = mapping(record.get("trajectory"))
     body = request_of(trajectory, turn)
-    body.pop("seed", None)  # the same seed would say the same again
+    # another seed, or it says the same again; one of its own, so that the engine's random state, which a
+    # training run may be repeated by, stays
+    body["seed"] = random.SystemRandom().getrandbits(31)
     started = time.time()
     with recording():
         answer = await model.client.chat.completions.create(model=model.name, **body)

@@ -36,15 +36,16 @@ class Answers:
         self.loop: asyncio.AbstractEventLoop | None = None
         """Where the model samples, once this is shown."""
         self._put = put
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="artnb-browse")
+        self._pool = _threads()
 
     def ask(self, question: Question) -> None:
         """Answer this as soon as a thread is free."""
         self._pool.submit(self._work, dict(question))
 
     def close(self) -> None:
-        """Forget what nobody began to answer."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Forget what nobody began to answer. Asked again, this answers again."""
+        before, self._pool = self._pool, _threads()
+        before.shutdown(wait=False, cancel_futures=True)
 
     def _work(self, question: Question) -> None:
         place = {"id": question.get("id"), "view": question.get("view")}
@@ -72,6 +73,10 @@ class Answers:
         told = asyncio.run_coroutine_threadsafe(self.source.replay(name, turn), self.loop).result()
         self.source.refresh()  # it may be opened at once
         return told
+
+
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="artnb-browse")  # started when one is needed
 
 
 def _name(question: Question) -> str:

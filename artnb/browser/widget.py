@@ -11,14 +11,23 @@ import contextlib
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from artnb.browser.answers import Answers
 from artnb.browser.source import source_of
 from artnb.browser.static_view import browser_html, browser_text
 from artnb.errors import ArtnbError
-from artnb.ui.display import Live, detect, show_widget
-from artnb.ui.live_widget import PATIENCE_SECONDS, make_widget, widget_class
+from artnb.ui.display import Live, after_each_cell, detect, show_widget
+from artnb.ui.live_widget import (
+    PATIENCE_SECONDS,
+    is_replaced,
+    leave_place,
+    make_widget,
+    take_place,
+    widget_class,
+)
 
 LOOK_SECONDS = 0.5
 """Between looks at a run that may grow."""
@@ -64,9 +73,11 @@ class Browser:
         self._views: set[str] = set()
         self._twin: Live | None = None
         self._twin_state: tuple[Any, ...] = ()
-        self._twin_drawn = self._shown = float("-inf")
+        self._twin_drawn = self._looked = self._shown = float("-inf")
         self._note = ""
         self._changes = 0
+        self._is_replaced = False
+        self._forget: Callable[[], None] = lambda: None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake: asyncio.Event | None = None
         self._task: asyncio.Task[None] | None = None
@@ -75,7 +86,8 @@ class Browser:
 
     def _ipython_display_(self) -> None:
         mode = detect()
-        self._shown = time.monotonic()
+        take_place(self, self._subject, self._leave)
+        self._shown, self._is_replaced = time.monotonic(), False
         if mode == "live" and (widget := self._make_widget()) is not None:
             show_widget(widget)
         self._twin, self._twin_state = (Live(keep_text=True) if mode != "none" else None), ()
@@ -85,6 +97,13 @@ class Browser:
         if mode == "live":
             self._loop = self._answers.loop = asyncio.get_running_loop()
             self._start()
+            self._forget()
+            self._forget = after_each_cell(self._end_cell)
+
+    @property
+    def _subject(self) -> tuple[str, Path | int]:
+        run = self.source.shelf.run
+        return "browser", id(self.source.shelf) if run is None else run.path
 
     def _make_widget(self) -> Any:
         self.widget = self.widget or make_widget(_widget_class, self._hear)
@@ -132,14 +151,14 @@ class Browser:
             self._task = self._loop.create_task(self._keep_up())
 
     async def _keep_up(self) -> None:
-        looked = float("-inf")
         is_growing = True
-        while True:
-            if time.monotonic() - looked >= (LOOK_SECONDS if is_growing else IDLE_SECONDS):
-                looked = time.monotonic()
+        while not self._is_replaced:
+            if time.monotonic() - self._looked >= (LOOK_SECONDS if is_growing else IDLE_SECONDS):
+                self._looked = time.monotonic()
                 is_growing = await self._look()
             await self._send_all()
             await self._wait(LOOK_SECONDS)
+        self._leave()
 
     async def _look(self) -> bool:
         """Notice what is new in the run; returns whether more may come soon."""
@@ -176,6 +195,12 @@ class Browser:
             with contextlib.suppress(RuntimeError):  # the loop has been closed: there is nobody to tell
                 self._loop.call_soon_threadsafe(self._wake.set)
 
+    def _end_cell(self, _: BaseException | None) -> None:
+        """Have the static copy drawn at once: what a cell left is what a saved notebook shows."""
+        self._twin_drawn = self._looked = float("-inf")
+        if self._wake is not None:
+            self._wake.set()
+
     def _fall_back(self) -> None:
         if self.widget is None:
             return
@@ -186,14 +211,21 @@ class Browser:
 
     def close(self) -> None:
         """Leave the static copy, end the task and the widget. The run goes on."""
+        self._leave()
+        self._draw_twin()
+
+    def _leave(self) -> None:
+        """End the task, the widget and the threads that answer."""
         if self._task is not None:
             self._task.cancel()
         self._loop = self._wake = None
+        self._forget()
         self._answers.close()
+        self._outbox.clear()
         if self.widget is not None:
             self.widget.close()
             self.widget = None
-        self._draw_twin()
+        leave_place(self, self._subject)
 
     # ---- what comes from the screen -------------------------------------------------------------
 
@@ -204,6 +236,8 @@ class Browser:
         kind, view = content.get("type"), str(content.get("view"))
         if kind == "gone":
             self._views.discard(view)
+            # nobody looks any more, and the same is shown elsewhere: the cell was run again
+            self._is_replaced = not self._views and is_replaced(self, self._subject)
         elif kind in ("ready", "resync"):
             self._views.add(view)
         elif kind == "ask":

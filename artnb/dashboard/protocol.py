@@ -2,7 +2,8 @@
 
 A message is ``{"type": "view", "seq", "reset", "more", "tables"}`` and perhaps ``head``. ``tables`` holds
 rows to add or replace. Numbers are consecutive; a view that misses one asks for everything (``resync``),
-which starts with ``reset``. ``more`` says that the next message belongs to the same picture.
+which starts with ``reset``. ``more`` says that the next message belongs to the same picture. Of a long run
+everything is an outline (``thinned``); a view that zooms in asks for what lies between (``detail``).
 """
 
 from __future__ import annotations
@@ -76,6 +77,27 @@ class Stream:
     def _next(self, extra: Mapping[str, Any]) -> dict[str, Any]:
         self._seq += 1
         return {"type": "view", "seq": self._seq, "reset": False, "more": False, "tables": {}, **extra}
+
+
+def thinned(
+    rows: Mapping[str, Mapping[str, Any]], most_bytes: int, *, latest: float = 0.25
+) -> dict[str, Mapping[str, Any]]:
+    """About so many bytes of rows in the order of their steps: of too many every k-th, the latest in full.
+
+    ``latest`` is the share of the bytes that the latest rows get.
+
+    >>> rows = {str(step): {"step": step} for step in range(100)}
+    >>> list(thinned(rows, 8 * len('{"step": 10}')))
+    ['0', '16', '33', '49', '65', '82', '98', '99']
+    """
+    keys = sorted(rows, key=lambda key: rows[key]["step"])
+    some = keys[:: max(1, len(keys) // 64)]
+    most = max(2, most_bytes * len(some) // max(1, sum(_size(rows[key]) for key in some)))
+    if len(keys) > most:
+        ends = len(keys) - max(1, round(latest * most))
+        evenly = most - (len(keys) - ends)
+        keys = [keys[round(i * ends / evenly)] for i in range(evenly)] + keys[ends:]
+    return {key: rows[key] for key in keys}
 
 
 def _size(value: Any) -> int:

@@ -20,16 +20,21 @@ from typing import Any
 from artnb.dashboard.alarms import alarms
 from artnb.dashboard.charts import charts
 from artnb.dashboard.follow import Follower, News
+from artnb.dashboard.protocol import thinned
 from artnb.dashboard.rows import check_points, number, rollout_row, short, step_row
-from artnb.store.checkpoints import checkpoint_steps
-from artnb.store.controls import SETTINGS, Controls
+from artnb.store.controls import GROUP_SIZES, SETTINGS, Controls
 from artnb.store.folder import reward_to_rank
 
 Table = dict[str, dict[str, Any]]
 
+MOST_BYTES = {"steps": 450_000, "rollouts": 250_000, "checks": 100_000}
+"""Of each table's rows in one sending."""
 _LATEST_EVENTS = 8
 _REDRAW_SECONDS = 30.0
-TOLD = ("note", "control", "refused", "stopped", "rolled_back", "took_over", "warning", "opened")
+TOLD = (
+    *("note", "control", "refused", "stopped", "rolled_back", "took_over", "warning", "opened"),
+    *("alarm", "forked"),
+)
 
 
 class View:
@@ -81,7 +86,23 @@ class View:
             if is_shrunk:
                 return None
             tables = {name: (self.tables[name], sorted(keys, key=_place)) for name, keys in new.items()}
-            return {n: {key: rows[key] for key in keys if key in rows} for n, (rows, keys) in tables.items()}
+            return _bounded(
+                {n: {key: rows[key] for key in keys if key in rows} for n, (rows, keys) in tables.items()}
+            )
+
+    def outline(self) -> dict[str, Table]:
+        """The tables for who knows nothing yet: of a long run not every step."""
+        return _bounded(self.tables)
+
+    def between(self, first: float, last: float) -> dict[str, Table]:
+        """The rows of these steps, for who looks at them closely."""
+        return _bounded(
+            {
+                name: {key: row for key, row in table.items() if first <= row["step"] <= last}
+                for name, table in self.tables.items()
+            },
+            latest=0.0,
+        )
 
     # ---- what is new ----------------------------------------------------------------------------
 
@@ -104,7 +125,7 @@ class View:
         for step in sorted(changed | news.rollouts):
             self._merge(step)
         if news.metrics or news.events:
-            self._checkpoints = checkpoint_steps(self.run.path / "checkpoints")
+            self._checkpoints = self.run.known_steps()
         self.head = self._head()
 
     def _add_step(self, record: Mapping[str, Any]) -> None:
@@ -165,7 +186,8 @@ class View:
             "status": status,
             "created": self._created,
             "written": self._written or None,
-            "controls": asdict(self._controls),
+            "steps": len(rows),
+            "controls": {n: v for n, v in asdict(self._controls).items() if n != GROUP_SIZES},
             "settings": {name: setting.words for name, setting in SETTINGS.items()},
             "checkpoints": self._checkpoints,
             "best": self._best,
@@ -186,6 +208,10 @@ class View:
             found = {n: b["mean_reward"] for n, b in recorded.items() if b.get("mean_reward") is not None}
             self._result = written, found
         return self._result[1]
+
+
+def _bounded(tables: Mapping[str, Table], **how: float) -> dict[str, Any]:
+    return {name: thinned(rows, MOST_BYTES[name], **how) for name, rows in tables.items()}
 
 
 def _better(best: dict[str, Any] | None, row: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -211,6 +237,8 @@ def event_words(event: Mapping[str, Any]) -> dict[str, Any]:
         "took_over": "Another process took the run over",
         "warning": f"Warning: {event.get('message', '')}",
         "opened": f"Opened at step {event.get('step')}",
+        "alarm": f"Alarm: {', '.join(map(str, event.get('alarms') or ()))}. {event.get('done') or ''}",
+        "forked": f"Branched off run {event.get('run')} at step {event.get('step')}",
         "control": _control_words(control, event.get("value")),
     }[kind]
     return {"time": event.get("time"), "text": short(words)}

@@ -21,9 +21,16 @@ from artnb.dashboard.view import View
 from artnb.errors import ArtnbError, ConfigurationError
 from artnb.secrets import redact
 from artnb.store import Run
-from artnb.ui.display import Live, Mode, Picture, Slot, after_each_cell, cell_id, detect, show_widget
+from artnb.ui.display import Live, Mode, Picture, Slot, after_each_cell, detect, show_widget
 from artnb.ui.html import visible
-from artnb.ui.live_widget import PATIENCE_SECONDS, make_widget, widget_class
+from artnb.ui.live_widget import (
+    PATIENCE_SECONDS,
+    is_replaced,
+    leave_place,
+    make_widget,
+    take_place,
+    widget_class,
+)
 
 LIVE_SECONDS = 0.25
 SLOW_SECONDS = 2.0
@@ -49,11 +56,6 @@ _GOES_BACK = (
     "Asked for. The loop over run.steps() goes back after its present step; when none is running, the next "
     "one begins with it, and model.rollback(...) does it at once."
 )
-
-_shown: dict[str, Dashboard] = {}
-"""Dashboards on the screen by the cell that shows them: run again, it replaces its own."""
-_latest: dict[tuple[Path, ...], Dashboard] = {}
-"""The dashboard of these runs that was shown last."""
 
 
 class Dashboard:
@@ -88,6 +90,8 @@ class Dashboard:
         self._streams = [Stream() for _ in self.views]
         self._clients: set[str] = set()
         self._needs_everything = False
+        self._details: dict[int, tuple[float, float]] = {}
+        """Steps, first and last, that somebody zoomed in on, by run."""
         self._slot: Slot | None = None
         self._buttons: Any = None
         self._answers: list[str] = []
@@ -108,7 +112,8 @@ class Dashboard:
 
     def _ipython_display_(self) -> None:
         mode = detect()
-        self._take_place()
+        take_place(self, self._runs, self._leave)
+        self._is_replaced = False
         if mode == "live":
             self._look()  # the rest comes step by step
         else:
@@ -128,19 +133,9 @@ class Dashboard:
             if self._draw_after_step not in told:
                 told.append(self._draw_after_step)
 
-    def _take_place(self) -> None:
-        """Let the dashboard go that this cell showed before: its output has been cleared."""
-        cell = cell_id()
-        before = None if cell is None else _shown.get(cell)
-        if before is not None and before is not self:
-            before._leave()
-        if cell is not None:
-            _shown[cell] = self
-        _latest[self._runs] = self
-
     @property
-    def _runs(self) -> tuple[Path, ...]:
-        return tuple(view.run.path for view in self.views)
+    def _runs(self) -> tuple[str | Path, ...]:
+        return ("dashboard", *(view.run.path for view in self.views))
 
     def _make_widget(self) -> Any:
         self.widget = self.widget or make_widget(_widget_class, self._hear)
@@ -245,9 +240,13 @@ class Dashboard:
             pause = min(SLOW_SECONDS, max(LIVE_SECONDS, cost / MOST_SHARE))
             until = time.monotonic() + (pause if has_news or is_running else SLOW_SECONDS)
             await asyncio.sleep(LIVE_SECONDS)
-            while time.monotonic() < until and not self._needs_everything and not self._answers:
+            while time.monotonic() < until and not self._is_asked:
                 await asyncio.sleep(LIVE_SECONDS)
         self._leave()
+
+    @property
+    def _is_asked(self) -> bool:
+        return bool(self._needs_everything or self._answers or self._details)
 
     def _timed_look(self) -> tuple[bool, float]:
         """Look; returns whether there is news, and the seconds of processor that it took."""
@@ -276,9 +275,11 @@ class Dashboard:
             with view.lock:
                 new = view.take_new()
                 if is_whole or new is None:
-                    found = stream.everything(view.head, view.tables)
+                    found = stream.everything(view.head, view.outline())
                 else:
                     found = stream.news(view.head, new)
+                if (asked := self._details.pop(run, None)) is not None:
+                    found += stream.news(view.head, view.between(*asked))
             messages += [{**message, "run": run, "runs": len(self.views)} for message in found]
         answers, self._answers = self._answers, []
         return [*messages, *({"type": "answer", "text": text} for text in answers)]
@@ -322,10 +323,7 @@ class Dashboard:
             self._show_buttons(is_needed=False)
             self.widget.close()
             self.widget = None
-        if _latest.get(self._runs) is self:
-            del _latest[self._runs]
-        for cell in [cell for cell, one in _shown.items() if one is self]:
-            del _shown[cell]
+        leave_place(self, self._runs)
 
     # ---- what comes from the screen -------------------------------------------------------------
 
@@ -337,20 +335,27 @@ class Dashboard:
         if kind == "gone":
             self._clients.discard(client)
             # nobody looks any more, and the same runs are shown elsewhere: the cell was run again
-            self._is_replaced = not self._clients and _latest.get(self._runs, self) is not self
+            self._is_replaced = not self._clients and is_replaced(self, self._runs)
         elif kind in ("ready", "resync"):
             self._clients.add(client)
             self._needs_everything = True
+        elif kind == "detail":
+            first, last = content.get("first"), content.get("last")
+            if isinstance(first, int | float) and isinstance(last, int | float):
+                self._details[self._place_of(content)] = first, last
         elif kind in ("control", "note"):
             try:
                 self._answers.append(self._do(content))
             except (ArtnbError, OSError) as error:  # shown to who clicked; the loop does not suffer from it
                 self._answers.append(f"{type(error).__name__}: {error}")
 
+    def _place_of(self, content: Mapping[str, Any]) -> int:
+        place = content.get("run")
+        return place if isinstance(place, int) and 0 <= place < len(self.views) else 0
+
     def _do(self, content: Mapping[str, Any]) -> str:
         """Write what a person asked for into the journal; returns what to tell them."""
-        place = content.get("run") or 0
-        run = self.views[place if isinstance(place, int) and 0 <= place < len(self.views) else 0].run
+        run = self.views[self._place_of(content)].run
         is_writer = hasattr(run, "ask")
         if content["type"] == "note":
             text = str(content.get("text") or "").strip()[:_LONGEST_NOTE]

@@ -126,6 +126,15 @@ class RunFolder:
         """The newest complete checkpoint."""
         return checkpoint_files.latest_checkpoint(self.path / "checkpoints")
 
+    def start(self) -> Checkpoint | None:
+        """The policy before the first step, kept apart from the checkpoints; None before that step."""
+        return checkpoint_files.latest_checkpoint(self.path / "start")
+
+    def known_steps(self) -> list[int]:
+        """Steps that can be gone back to, by the names of their folders alone."""
+        folders = self.path / "start", self.path / "checkpoints"
+        return sorted({step for folder in folders for step in checkpoint_files.checkpoint_steps(folder)})
+
     def best_checkpoint(self, metric: str | None = None) -> Checkpoint | None:
         """The checkpoint whose policy was best by a metric, which is the run's own if None.
 
@@ -143,6 +152,8 @@ class RunFolder:
             raise ConfigurationError(f"a checkpoint is that of a step or 'best'; got {to!r}")
         known = self.checkpoints()
         found = self.best_checkpoint() if to == "best" else next((c for c in known if c.step == to), None)
+        if to == 0 and found is None:
+            found = self.start()
         if found is not None:
             return found
         there = ", ".join(str(one.step) for one in known) or "none yet"

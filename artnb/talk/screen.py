@@ -12,13 +12,14 @@ import functools
 import logging
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from artnb.dashboard.protocol import Stream
 from artnb.errors import ArtnbError, Stopped
 from artnb.ui.display import Live, cell_number, detect, show_widget
 from artnb.ui.html import conversation_html, esc
-from artnb.ui.live_widget import PATIENCE_SECONDS, make_widget, widget_class
+from artnb.ui.live_widget import PATIENCE_SECONDS, leave_place, make_widget, take_place, widget_class
 from artnb.ui.snapshot import number_text, shorten
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Screen:
         if mode == "none" or (cell is not None and cell == self._cell):
             return
         self._cell = cell
+        take_place(self, self._subject, self._leave)
         if mode == "text":
             print(repr(self.talk), flush=True)
             return
@@ -77,6 +79,10 @@ class Screen:
             self._show_widget()
         self._twin, self._twin_html = Live("chat"), ""
         self._draw_twin()
+
+    @property
+    def _subject(self) -> tuple[str, Path]:
+        return "chat", self.talk.model.run.path
 
     def _show_widget(self) -> None:
         self.widget = self.widget or make_widget(_widget_class, self._hear)
@@ -127,12 +133,20 @@ class Screen:
 
     def close(self) -> None:
         """Take the widget away and leave the static copy."""
+        self._leave()
+        self._draw_twin()
+
+    def _leave(self) -> None:
+        """Take the widget away, and have nothing more drawn by itself."""
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         if self.widget is not None:
             self.widget.close()
             self.widget = self._loop = None
-        self._draw_twin()
+        self._views.clear()
+        self._cell = None
+        leave_place(self, self._subject)
 
     # ---- to the page ----------------------------------------------------------------------------
 

@@ -326,7 +326,9 @@ class Talk:
 
     def _known_policies(self) -> list[str]:
         self._seen_step = self.model.run.step
-        return ["current", "base", *(found.path.name for found in self.model.run.checkpoints())]
+        run = self.model.run
+        found = [one.path.name for one in (run.start(), *run.checkpoints()) if one is not None]
+        return ["current", "base", *dict.fromkeys(found)]
 
     # ---- on the screen --------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from artnb.ui.snapshot import seconds_text
 
 Mode = Literal["live", "html", "text", "none"]
 
-_NOTEBOOK_INTERVAL, _VSCODE_INTERVAL, _TERMINAL_INTERVAL, _LOG_INTERVAL = 0.25, 0.5, 0.2, 15.0
+_NOTEBOOK_INTERVAL, _TERMINAL_INTERVAL, _LOG_INTERVAL = 0.5, 0.2, 15.0
+"""Seconds between two drawings, at least: VS Code flickers when HTML comes more often."""
 
 
 def detect() -> Mode:
@@ -175,7 +176,7 @@ class Live:
     @property
     def _interval(self) -> float:
         if self.mode == "html":
-            return _VSCODE_INTERVAL if "VSCODE_PID" in os.environ else _NOTEBOOK_INTERVAL
+            return _NOTEBOOK_INTERVAL
         return _TERMINAL_INTERVAL if self._is_tty else _LOG_INTERVAL
 
     def update(self, html: str, text: str) -> None:

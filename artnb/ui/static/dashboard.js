@@ -112,6 +112,7 @@ class Page {
 
   buildOptions() {
     const bar = make("div", "artnb-options");
+    this.hint = make("span", "artnb-hint");
     const log = make("input");
     log.type = "checkbox";
     log.addEventListener("change", () => { this.shared.log = log.checked; this.draw(); });
@@ -127,7 +128,7 @@ class Page {
     this.picker = make("details", "artnb-picker");
     this.choices = make("div", "artnb-choices");
     this.picker.append(make("summary", "", "Choose charts"), this.choices);
-    bar.append(label("Log scale ", log), label("Smoothing ", smooth, amount), this.all, this.picker, make("span", "artnb-hint", "Drag over a chart to zoom, double-click to go back"));
+    bar.append(label("Log scale ", log), label("Smoothing ", smooth, amount), this.all, this.picker, this.hint);
     return bar;
   }
 
@@ -135,6 +136,15 @@ class Page {
     this.shared.zoom = range;
     this.all.hidden = !range;
     for (const chart of this.charts.values()) chart.zoomTo(range);
+    this.askForDetail();
+  }
+
+  // Of a long run we know some steps: what lies between is told when somebody looks at it closely.
+  askForDetail() {
+    const { zoom } = this.shared;
+    this.pictures.forEach((picture, run) => {
+      if (zoom && picture.head && picture.tables.steps.size < picture.head.steps) this.send({ type: "detail", run, first: zoom[0], last: zoom[1] });
+    });
   }
 
   take(message) {
@@ -142,6 +152,7 @@ class Page {
     if (message.type !== "view") return true;
     while (this.pictures.length < message.runs) this.pictures.push(new Picture());
     const follows = this.pictures[message.run || 0].take(message);
+    if (follows && message.reset) this.askForDetail();
     if (follows && !message.more) this.schedule();
     return follows;
   }
@@ -159,6 +170,8 @@ class Page {
     this.placeCharts(this.specs());
     for (const [id, chart] of this.charts) if (!this.left_out.has(id) && isSeen(chart.element)) chart.update(picture);
     this.strip.update(chosen.byStep("rollouts"));
+    const known = this.pictures.reduce((sum, one) => sum + one.tables.steps.size, 0), all = this.pictures.reduce((sum, one) => sum + one.head.steps, 0);
+    this.hint.textContent = `Drag over a chart to zoom, double-click to go back${known < all ? `; ${known.toLocaleString("en")} of ${all.toLocaleString("en")} steps are drawn, a zoom draws the others` : ""}`;
     this.root.dataset.steps = String(picture.steps.length);
     this.root.dataset.seq = String(chosen.seq);
   }
@@ -199,7 +212,7 @@ class Page {
     this.controls.update(head);
     this.alarms.replaceChildren(...head.alarms.map((alarm) => {
       const item = make("li", alarm.level === "serious" ? "artnb-serious" : "");
-      item.append(make("b", "", `${alarm.level === "serious" ? "⛔" : "⚠"} ${alarm.kind} (step ${alarm.step})`), make("span", "", ` ${alarm.text}`));
+      item.append(make("b", "", `${alarm.level === "serious" ? "‼" : "⚠"} ${alarm.kind} (step ${alarm.step})`), make("span", "", ` ${alarm.text}`));
       return item;
     }));
     this.events.replaceChildren(...head.events.map((event) => {
