@@ -1,4 +1,4 @@
-"""What can be asked from a shell? ``doctor``, ``runs``, ``report``, ``clean-notebook`` and ``demo``."""
+"""What can be asked from a shell? A diagnosis, the runs, a report, a clean notebook, a new environment."""
 
 from __future__ import annotations
 
@@ -62,6 +62,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report.add_argument("-o", "--output", type=Path, default=None, help="where to write it")
     clean = commands.add_parser("clean-notebook", help="take widget state out of saved notebooks")
     clean.add_argument("notebooks", nargs="+", type=Path, metavar="notebook")
+    new = commands.add_parser("new-env", help="begin an environment: a package that works, to be changed")
+    new.add_argument("name")
+    new.add_argument("--folder", type=Path, default=None, help="default: ./NAME")
     commands.add_parser("demo", help="run a notebook: artnb demo quickstart -p steps 4")
     options = parser.parse_args(given)
     try:
@@ -92,6 +95,14 @@ def _answer(options: argparse.Namespace) -> int:
 
         for notebook in options.notebooks:
             print(clean_notebook(notebook))
+        return 0
+    if options.command == "new-env":
+        from artnb.new_env import new_environment
+
+        place = new_environment(options.name, options.folder)
+        print(f"{place} holds a working environment. Next:")
+        print(f"  pip install -e {place} && python -m pytest {place}")
+        print(f"  python -c \"import artnb; print(artnb.load_environment('{options.name}'))\"")
         return 0
     root = options.root or Path(run_root())
     found = list_runs(root)

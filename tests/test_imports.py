@@ -109,7 +109,7 @@ LAYERS = (
     ("train",),
     ("sft", "distill"),
     ("talk",),
-    ("demo", "sweep", "cli"),
+    ("new_env", "demo", "sweep", "cli"),
 )
 
 DRAWN_LATER = {

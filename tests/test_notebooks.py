@@ -138,6 +138,7 @@ def test_the_notebook_on_an_mcp_server_trains_compares_and_judges(tmp_path):
     assert "widgets" not in read(folder / "finance_mcp.ipynb").metadata
 
 
+@pytest.mark.slow
 def test_the_notebook_on_mail_imports_trains_and_evaluates_each_level(tmp_path):
     result = run_demo("email_search", TINY | {"evaluation_scenarios": 3}, tmp_path)
     record = json.loads(result.read_text())
@@ -154,6 +155,18 @@ def test_the_notebook_on_mail_imports_trains_and_evaluates_each_level(tmp_path):
     compared = str(executed["compare"].outputs)
     assert "1,000 runs" in compared and "before" in compared and "after" in compared
     assert "widgets" not in read(folder / "email_search.ipynb").metadata
+
+
+@pytest.mark.slow
+def test_the_notebook_on_one_s_own_environment_builds_plays_and_trains_it(tmp_path):
+    result = run_demo("your_environment", TINY | {"evaluation_scenarios": 2}, tmp_path)
+    record = json.loads(result.read_text())
+    assert record["status"] == "complete" and len(record["reward_by_step"]) == 2
+    assert record["evaluation"]["baselines"]["oracle"]["mean_reward"] == 1.0
+    folder = next(tmp_path.iterdir())
+    executed = {cell.get("id"): cell for cell in read(folder / "your_environment.ipynb").cells}
+    assert "Colour of" in str(executed["look"].outputs) and "trajectories" in str(executed["browse"].outputs)
+    assert "widgets" not in read(folder / "your_environment.ipynb").metadata
 
 
 def test_the_sweep_notebook_compares_runs_of_the_bundled_model(tmp_path):
