@@ -80,6 +80,14 @@ def test_the_client_benchmark_prints_one_line(repository: Path, monkeypatch: Any
     assert len(figures["rows"]) == 4
 
 
+def test_the_dashboard_benchmark_prints_one_line(repository: Path, monkeypatch: Any, capsys: Any) -> None:
+    arguments = ["--steps", "300", "--updates", "3", "--loop", "2", "--rounds", "2"]
+    output, figures = run(repository, "dashboard", arguments, monkeypatch, capsys)
+    assert output.splitlines()[-1].startswith("{")
+    assert {"overhead_percent", "processor_percent", "update_ms", "saved_html_bytes"} <= figures.keys()
+    assert 0 < figures["attach_bytes"] < 1_000_000 and figures["largest_message_bytes"] < 256_000
+
+
 def test_the_browser_benchmark_prints_one_line(repository: Path, monkeypatch: Any, capsys: Any) -> None:
     arguments = ["--trajectories", "300", "--repeats", "1", "--json"]
     output, figures = run(repository, "browser", arguments, monkeypatch, capsys)

@@ -127,7 +127,7 @@ def test_it_follows_a_loop_and_steers_it_by_click(browser: Any, tmp_path: Path):
         ended.wait_for()
         reached = int(re.search(r"at step (\d+)", ended.inner_text())[1])  # type: ignore[index]
         lab.wait(f"{STEPS} === {reached}")
-        page.get_by_text("■ no loop is running").wait_for()
+        page.locator(".artnb-state", has_text="■ no loop is running").wait_for()
         page.locator(".jp-OutputArea-output img[src^='data:image/png']").wait_for()
         assert 3 < reached < 400
         assert page.evaluate("window.HURT") is None

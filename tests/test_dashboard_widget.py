@@ -257,6 +257,28 @@ async def test_a_dashboard_whose_cell_is_run_again_ends(tmp_path: Path, monkeypa
         assert not live_widget._in_cells and not any(one in made for one in live_widget._latest.values())
 
 
+def test_screens_of_one_cell_stay_until_it_is_run_again(monkeypatch: Any):
+    cell, number, left = ["first"], [1], list[str]()
+    monkeypatch.setattr(live_widget, "cell_id", lambda: cell[0])
+    monkeypatch.setattr(live_widget, "cell_number", lambda: number[0])
+    screens = {name: Wire() for name in "abc"}
+
+    def show(name: str) -> None:
+        live_widget.take_place(screens[name], name, lambda: left.append(name))
+
+    for name in ("a", "b"):
+        show(name)
+    assert left == []  # two of one cell
+    cell[0], number[0] = "second", 2
+    show("b")
+    cell[0], number[0] = "first", 3
+    show("c")
+    assert left == ["a"]  # b stands in the second cell as well
+    for name, screen in screens.items():
+        live_widget.leave_place(screen, name)
+    assert not live_widget._in_cells and not live_widget._latest
+
+
 async def test_a_session_shorter_than_a_heartbeat_hears_what_was_clicked(monkeypatch: Any):
     from artnb import session as sessions
 
