@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -101,7 +102,8 @@ def _answer(options: argparse.Namespace) -> int:
 
         place = new_environment(options.name, options.folder)
         print(f"{place} holds a working environment. Next:")
-        print(f"  pip install -e {place} && python -m pytest {place}")
+        quoted = shlex.quote(str(place))
+        print(f"  pip install -e {shlex.quote(f'{place}[test]')} && python -m pytest {quoted}")
         print(f"  python -c \"import artnb; print(artnb.load_environment('{options.name}'))\"")
         return 0
     root = options.root or Path(run_root())

@@ -251,10 +251,12 @@ class Model:
     def serve(self, port: int | None = None) -> Server:
         """Open the same API on 127.0.0.1 with a generated token, for programs outside this kernel.
 
-        port: None for a free one. A server of this model that is still open there is returned again.
+        port: None for a free one. A server of this model that is still open there is returned again. Raises
+        ArtnbError once the model is closed.
         """
         from artnb.serve import serve
 
+        self.run.check_writable()
         self._servers = [server for server in self._servers if server.is_open]
         for server in self._servers:
             if port in (None, server.port):

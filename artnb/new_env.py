@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import keyword
 import re
+from importlib.metadata import entry_points
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 
-from artnb.environments import available_environments
+from artnb.environments import ENTRY_POINT_GROUP, available_environments
 from artnb.errors import ConfigurationError
 
 _NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
@@ -24,6 +26,9 @@ description = "An environment for artnb"
 requires-python = ">=3.11"
 dependencies = ["artnb"]
 
+[project.optional-dependencies]
+test = ["pytest>=8.3", "pytest-asyncio>=1.0"]
+
 # Every folder in the package that this names is an environment, by its folder's name.
 [project.entry-points."artnb.environments"]
 $name = "${name}_environments"
@@ -33,6 +38,7 @@ packages = ["${name}_environments"]
 
 [tool.pytest.ini_options]
 asyncio_mode = "auto"
+asyncio_default_fixture_loop_scope = "function"
 """
 
 _MODULE = '''\
@@ -51,6 +57,7 @@ from artnb import ConfigurationError, Dialogue, Scenario, Trajectory, Turn, roll
 card = (files(__package__) / "README.md").read_text()
 metrics = ("right", "valid")
 SYSTEM = "Answer with the larger number, and nothing else."
+SPLITS = {"train": (0, 1), "validation": (2,), "test": (3,)}  # by the sum of the numbers, modulo 4
 
 
 @dataclass(frozen=True)
@@ -73,17 +80,26 @@ presets = {"hard": {"digits": 4, "examples": 0}}
 
 
 def scenarios(split: str, n: int, seed: int = 0, **variant: Any) -> list[Scenario]:
-    """Starting points; no split has one of another. The task holds everything that the rollout needs."""
-    if split not in ("train", "validation", "test"):
-        raise ConfigurationError(f"split must be train, validation or test; got {split!r}")
+    """Starting points; no split has a pair of another. The task holds everything that the rollout needs."""
+    if split not in SPLITS:
+        raise ConfigurationError(f"split must be {', '.join(SPLITS)}; got {split!r}")
     options = dataclasses.asdict(Variant(**variant))
+    changed = ",".join(f"{o}={v}" for o, v in options.items() if v != getattr(Variant, o))
     made = []
     for number in range(n):
-        name = f"$name/{split}/{seed}/{number}"
+        name = f"$name({changed})/{split}/{seed}/{number}"
         draw = random.Random(name)
-        pair = draw.sample(range(10 ** options["digits"]), 2)
+        pair = draw_pair(draw, options["digits"], split)
         made.append(Scenario(name, split, draw.randrange(2**32), {**options, "pair": pair}))
     return made
+
+
+def draw_pair(draw: random.Random, digits: int, split: str) -> list[int]:
+    """Two different numbers of a split."""
+    while True:
+        pair = draw.sample(range(10**digits), 2)
+        if sum(pair) % 4 in SPLITS[split]:
+            return pair
 
 
 class Episode:
@@ -116,7 +132,7 @@ def dialogue(scenario: Scenario) -> Dialogue:
     episode = Episode(scenario)
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]
     for number in range(scenario.task["examples"]):
-        pair = random.Random(number).sample(range(10 ** scenario.task["digits"]), 2)
+        pair = draw_pair(random.Random(number), scenario.task["digits"], "train")
         messages.append({"role": "user", "content": question(pair)})
         messages.append({"role": "assistant", "content": str(max(pair))})
     messages.append({"role": "user", "content": question(episode.pair)})
@@ -165,7 +181,7 @@ Options: `digits` (2) of the numbers, `examples` (2) in the prompt, `max_tokens`
 
 Baselines: `random` takes one of the two (0.55), `oracle` the larger one (1.0).
 
-Data: none; the questions are drawn.
+Data: none; the questions are drawn. The sum of the two numbers decides the split that a question is of.
 """
 
 _TEST = '''\
@@ -173,9 +189,10 @@ _TEST = '''\
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
 import artnb as nb
+import pytest
 
 
 @pytest.fixture
@@ -184,8 +201,11 @@ def environment() -> nb.Environment:
 
 
 def test_splits_have_nothing_in_common(environment: nb.Environment) -> None:
-    names = [{s.id for s in environment.scenarios(split, 50)} for split in ("train", "validation", "test")]
-    assert sum(map(len, names)) == len(set.union(*names)) == 150
+    """By what is asked, not only by id: the other order of two numbers is the same question."""
+    drawn = [environment.scenarios(split, 500) for split in ("train", "validation", "test")]
+    asked = [{tuple(sorted(scenario.task["pair"])) for scenario in split} for split in drawn]
+    assert sum(map(len, asked)) == len(set.union(*asked)) > 500
+    assert drawn[0] == environment.scenarios("train", 500)
 
 
 def test_baselines_leave_room(environment: nb.Environment) -> None:
@@ -196,7 +216,7 @@ def test_baselines_leave_room(environment: nb.Environment) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "7", "both", "9" * 5000, "\\ud83d", "<script>"])
-async def test_any_reply_gets_a_reward(environment: nb.Environment, text: str, tmp_path) -> None:
+async def test_any_reply_gets_a_reward(environment: nb.Environment, text: str, tmp_path: Path) -> None:
     backend = nb.FakeBackend(script=lambda prompt, version: text.encode("utf-8", "replace").decode())
     with nb.Model(run="$name", root=tmp_path, backend=backend) as model:
         trajectory = await environment.rollout(model, environment.scenarios("train", 1)[0])
@@ -224,8 +244,9 @@ def new_environment(name: str, folder: str | Path | None = None) -> Path:
         raise ConfigurationError(
             f"an environment's name is lower-case letters, digits and _, a letter first; got {name!r}"
         )
-    if name in available_environments():
-        raise ConfigurationError(f"there is an environment {name!r} already")
+    points = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+    if name in available_environments() or name in points or find_spec(f"{name}_environments"):
+        raise ConfigurationError(f"the name {name!r} is taken by something installed; take another")
     place = Path(name if folder is None else folder)
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise ConfigurationError(f"{place} is there already and not empty")

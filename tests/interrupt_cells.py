@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import json
 import signal
+import sys
 import threading
 from collections import Counter
 from pathlib import Path
@@ -99,6 +100,8 @@ def _files(run: nb.Run) -> dict[str, Any]:
 
 
 def _process() -> dict[str, Any]:
+    # the interpreter keeps the last error with its traceback, and that the frames of an interrupted cell
+    sys.last_value = sys.last_traceback = None
     gc.collect()
     objects = gc.get_objects()
     threads = Counter(t.name.rstrip("0123456789").rstrip("_-") for t in threading.enumerate())

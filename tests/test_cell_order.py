@@ -7,6 +7,7 @@ import gc
 import random
 import signal
 import socket
+import threading
 import warnings
 import weakref
 from collections import Counter
@@ -152,6 +153,14 @@ async def test_an_example_that_is_shown_again_is_counted(tmp_path: Path):
     with open_fake(tmp_path) as model:
         assert "examples_again" not in (await nb.sft_step(model, [example])).metrics
         assert (await nb.sft_step(model, [example, other])).metrics["examples_again"] == 1
+
+
+async def test_a_closed_model_serves_nobody(tmp_path: Path):
+    with open_fake(tmp_path) as model:
+        pass
+    with pytest.raises(nb.ArtnbError, match="is closed"):
+        model.serve()
+    assert not any(thread.name == "artnb-serve" for thread in threading.enumerate())
 
 
 async def test_a_server_is_opened_once(tmp_path: Path):

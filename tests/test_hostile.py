@@ -105,6 +105,7 @@ def generated(p: str) -> Any:
 
 def drawings(model: nb.Model, p: str, made: dict[str, Any]) -> dict[str, Any]:
     """Name of a class with an HTML form -> an object of it that holds the payload."""
+    from artnb.benchmark import Contender
     from artnb.judging.summary import JudgedGroups
     from artnb.sweep import Sweep, SweepPoint
 
@@ -123,6 +124,9 @@ def drawings(model: nb.Model, p: str, made: dict[str, Any]) -> dict[str, Any]:
         "StepResult": made["told"],
         "Evaluation": evaluation,
         "Comparison": nb.compare([evaluation, Evaluation(p, 0.5, 0.4, 0.6, 3, metrics={p: 0.5})]),
+        "Benchmark": nb.Benchmark(
+            p, p, 2, [Contender(p, p, evaluation), Contender(p, p, evaluation, failure=p)]
+        ),
         "RewardTable": nb.RewardTable(run, baselines={p: 0.5}, title=p, enabled=False),
         "Report": nb.report(run, notebook=p, baselines={p: evaluation}, parameters=parameters, metrics=[p]),
         "Model": model,

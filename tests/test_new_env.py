@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -53,12 +54,31 @@ def test_it_is_found_by_name_with_its_options_and_card(installed: tuple[Path, di
     assert "Environment(coin_toss: digits=4, examples=0" in run.stdout and run.stdout.endswith("True\n")
 
 
-@pytest.mark.parametrize("name", ["../up", "Coin", "a b", "", "class", "1st", "x" * 60, "game_2048", "a/b"])
+@pytest.mark.parametrize("name", ["../up", "Coin", "a b", "", "class", "1st", "x" * 60, "a/b"])
 def test_a_name_that_cannot_be_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(nb.ConfigurationError):
         new_environment(name)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["game_2048", "artnb", "bundled"])
+def test_a_name_that_would_hide_something_installed_is_refused(name: str, tmp_path: Path):
+    """``artnb`` would be written as ``artnb_environments``, the package of the bundled ones."""
+    with pytest.raises(nb.ConfigurationError, match="taken"):
+        new_environment(name, tmp_path / "new")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_next_two_commands_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    place = tmp_path / "my $HOME place"
+    assert main(["new-env", "coin_toss", "--folder", str(place)]) == 0
+    _, install, load = capsys.readouterr().out.splitlines()
+    pip, editable, where, *then = shlex.split(install)[1:]
+    assert [pip, editable, where] == ["install", "-e", f"{place}[test]"]
+    assert then == ["&&", "python", "-m", "pytest", str(place)]
+    assert shlex.split(load)[-1] == "import artnb; print(artnb.load_environment('coin_toss'))"
+    assert main(["new-env", "coin_toss", "--folder", str(place)]) == 1
 
 
 def test_nothing_is_overwritten(tmp_path: Path):

@@ -120,6 +120,7 @@ def test_the_notebook_without_data_has_tasks_written_and_attempts_judged(tmp_pat
     assert "evaluation after" in page and "judge" in page
 
 
+@pytest.mark.slow
 def test_the_notebook_on_an_mcp_server_trains_compares_and_judges(tmp_path):
     result = run_demo("finance_mcp", TINY, tmp_path)
     record = json.loads(result.read_text())

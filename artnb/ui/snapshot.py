@@ -144,7 +144,7 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(4.26), seconds_text(75), seconds_text(3700)
     ('4.3 s', '1 min 15 s', '1 h 1 min')
     """
-    if seconds < 60:
+    if seconds < 60 or not math.isfinite(seconds):  # read from a file, it may be anything
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:
